@@ -1,0 +1,1 @@
+//! Small messages between the launcher and its workers, over ipc-channel.

@@ -1,0 +1,1 @@
+//! Speculative decoding with a trained drafter: accepted length and losslessness.

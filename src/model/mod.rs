@@ -1,0 +1,1 @@
+//! Target and drafter networks, written once over the engine: configs, weights, forward, backward, losses.

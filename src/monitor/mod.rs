@@ -1,0 +1,1 @@
+//! Metrics, the live line, logs and plots.

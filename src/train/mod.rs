@@ -1,0 +1,1 @@
+//! Anchors, optimizer, schedule, step, checkpoint and export of a drafter.
