@@ -1,1 +1,3 @@
 //! Anchors, optimizer, schedule, step, checkpoint and export of a drafter.
+
+pub mod options;
