@@ -1,0 +1,1 @@
+//! The CPU engine: float32, the readable reference.
