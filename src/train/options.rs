@@ -8,40 +8,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// How a slot's term is weighted and what the term is (DFlash, arXiv 2602.06036; D-PACE, arXiv 2605.18810;
-/// confidence-aware parallel training, arXiv 2512.15745).
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LossOptions {
-    /// Slot k is weighted by `exp(-(k-1)/gamma)`; 0 turns the decay off.
-    pub gamma: f32,
-    /// σ in `(1-σ) + σ·∏_{i<k} q_i`: how far a slot counts only as the run before it survives. 0 is off.
-    pub streak_alpha: f32,
-    /// α of the D-PACE weights; `None` is off.
-    pub dpace_alpha: Option<f32>,
-    /// Adds the divergence from the target's own distribution, whose final hidden state then travels too.
-    pub use_soft_labels: bool,
-    /// Temperature T of the divergence, which is scaled by T².
-    pub kl_temperature: f32,
-    /// λ in `(1-λ)·CE + λ·T²·KL`; read only with soft labels.
-    pub kl_weight: f32,
-    /// Weight of the drafter's entropy on slots that it already gets right; 0 is off.
-    pub cap_lambda: f32,
-}
-
-impl Default for LossOptions {
-    fn default() -> Self {
-        Self {
-            gamma: 7.0,
-            streak_alpha: 0.0,
-            dpace_alpha: None,
-            use_soft_labels: false,
-            kl_temperature: 1.0,
-            kl_weight: 0.5,
-            cap_lambda: 0.0,
-        }
-    }
-}
+pub use crate::engine::LossOptions;
 
 /// The shape of the learning rate over the run, as a function of anchors committed ÷ anchors planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
