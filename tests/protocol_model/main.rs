@@ -1,0 +1,4 @@
+//! Explicit-state checks of the ring protocol.
+mod bits;
+mod explore;
+mod ring;
