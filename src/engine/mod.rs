@@ -277,6 +277,10 @@ pub struct AdamW {
 }
 
 /// A device that runs the models. See the module's docs.
+#[allow(
+    clippy::too_many_arguments,
+    reason = "a fused step reads and writes many matrices, each named in its doc"
+)]
 pub trait Engine: Sized + 'static {
     /// Storage of the compute type.
     type Half: Storage;
@@ -465,7 +469,8 @@ pub trait Engine: Sized + 'static {
         mask: &CausalMask<'_, Self>,
         out: HalfMut<'_, Self>,
     ) -> Result<(), EngineError>;
-    /// DFlash attention; `lse [q heads, rows]` receives the log-sum-exp of the scaled scores (−∞ where nothing is seen).
+    /// DFlash attention; `lse [rows, q heads]` receives the log-sum-exp of the scaled
+    /// scores.
     fn block_attention(
         &self,
         heads: Heads,
@@ -477,7 +482,6 @@ pub trait Engine: Sized + 'static {
         lse: FloatMut<'_, Self>,
     ) -> Result<(), EngineError>;
     /// Backward of [`Engine::block_attention`]; all gradients overwritten.
-    #[allow(clippy::too_many_arguments)]
     fn block_attention_backward(
         &self,
         heads: Heads,

@@ -259,7 +259,7 @@ impl<E: Engine> BlockActivations<E> {
             fit_half(engine, &mut layer.kv, rows, 2 * s.kv)?;
             fit_half(engine, &mut layer.k, rows, s.kv)?;
             fit_half(engine, &mut layer.attention, rows, s.q)?;
-            fit_float(engine, &mut layer.lse, config.num_attention_heads, rows)?;
+            fit_float(engine, &mut layer.lse, rows, config.num_attention_heads)?;
             fit_half(engine, &mut layer.h_mid, rows, s.hidden)?;
             fit_half(engine, &mut layer.y, rows, s.hidden)?;
             fit_half(engine, &mut layer.gate_up, rows, 2 * s.inner)?;
