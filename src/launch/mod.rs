@@ -1,1 +1,10 @@
 //! From a command line to a supervised set of processes and one exit report.
+
+pub mod cli;
+pub mod flags;
+pub mod options;
+pub mod places;
+pub mod plan;
+pub mod process;
+pub mod spawn;
+pub mod table;

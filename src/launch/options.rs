@@ -1,0 +1,504 @@
+//! What a run was asked for, typed and checked; still without any fact about models, data or machine.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::flags::{Mistake, Values};
+use crate::control::{Role, WorkerName};
+use crate::train::options::{LossOptions, OptimizerOptions, Schedule};
+
+/// The options of a training run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Neither a model nor data was given: the built-in demo.
+    pub demo: bool,
+    /// Who runs.
+    pub places: PlaceOptions,
+    /// The frozen model.
+    pub target: TargetOptions,
+    /// The model to train.
+    pub drafter: DrafterOptions,
+    /// Documents and how they are read.
+    pub data: DataOptions,
+    /// How long, and how large a step.
+    pub training: TrainingOptions,
+    /// The loss.
+    pub loss: LossOptions,
+    /// The update.
+    pub optimizer: OptimizerOptions,
+    /// Units and slots.
+    pub ring: RingOptions,
+    /// What is left behind, and where.
+    pub output: OutputOptions,
+    /// What is shown.
+    pub watch: WatchOptions,
+    /// What happens after a fault.
+    pub faults: FaultOptions,
+}
+
+/// Who runs.
+#[derive(Clone, Debug)]
+pub struct PlaceOptions {
+    /// Target workers.
+    pub targets: usize,
+    /// Drafter workers.
+    pub drafters: usize,
+}
+
+/// The frozen model.
+#[derive(Clone, Debug)]
+pub struct TargetOptions {
+    /// Its directory; `None` is the demo model.
+    pub model: Option<PathBuf>,
+    /// A chat template in place of the model's.
+    pub chat_template: Option<PathBuf>,
+    /// Take the embedding as head where nothing says that they are tied.
+    pub assume_tied: bool,
+}
+
+/// The model to train.
+#[derive(Clone, Debug)]
+pub struct DrafterOptions {
+    /// A config.json with its sizes.
+    pub config: Option<PathBuf>,
+    /// L; `None` leaves it to `config`.
+    pub layers: Option<usize>,
+    /// B; `None` leaves it to `config`.
+    pub block_size: Option<usize>,
+    /// The captured target layers, rising; `None` is the default spread, or what `config` says.
+    pub target_layers: Option<Vec<u32>>,
+    /// Sliding-window attention of this many positions.
+    pub sliding_window: Option<usize>,
+    /// The token of masked slots; `None` finds an unused one.
+    pub mask_token_id: Option<u32>,
+    /// A checkpoint to take the first weights from.
+    pub init_from: Option<PathBuf>,
+}
+
+/// Documents and how they are read.
+#[derive(Clone, Debug)]
+pub struct DataOptions {
+    /// Conversations; empty is the demo's.
+    pub files: Vec<PathBuf>,
+    /// Held-out conversations; empty holds out a share of `files`.
+    pub eval_files: Vec<PathBuf>,
+    /// The share held out, 0..=0.5.
+    pub eval_fraction: f64,
+    /// Most tokens held out.
+    pub eval_tokens: usize,
+    /// Variables for the chat template.
+    pub template_kwargs: Vec<(String, serde_json::Value)>,
+    /// Longest document in tokens.
+    pub max_length: usize,
+    /// Fewest supervised tokens of a document.
+    pub min_loss_tokens: usize,
+    /// Supervise only the last assistant turn.
+    pub last_turn_only: bool,
+    /// Rows hold plain text.
+    pub raw_text: bool,
+    /// Seed of the order, the anchors and the first weights.
+    pub seed: u64,
+}
+
+/// How long a run is, and how large a step.
+#[derive(Clone, Debug)]
+pub struct TrainingOptions {
+    /// Passes over the data.
+    pub epochs: u32,
+    /// Stop after this step of the run.
+    pub max_steps: Option<u32>,
+    /// Stop after this long.
+    pub time_limit: Option<Duration>,
+    /// Anchors of a step, all drafters together.
+    pub batch_anchors: u32,
+    /// A: most anchors of a document.
+    pub anchors: usize,
+}
+
+/// Units and slots.
+#[derive(Clone, Debug)]
+pub struct RingOptions {
+    /// Slots; `None` follows [`super::places::ring_slots`].
+    pub slots: Option<usize>,
+    /// Tokens at which a unit is closed.
+    pub slot_tokens: usize,
+    /// Anchors at which a unit is closed.
+    pub unit_anchors: usize,
+    /// Most tokens of one target forward.
+    pub prefill_tokens: usize,
+    /// Check a sum over every payload.
+    pub check_payload: bool,
+}
+
+/// What is left behind, and where.
+#[derive(Clone, Debug)]
+pub struct OutputOptions {
+    /// The output directory; `None` is the first free one under `runs`.
+    pub dir: Option<PathBuf>,
+    /// Remove an earlier run's files.
+    pub overwrite: bool,
+    /// Checkpoint every so many steps; `None` only at the end.
+    pub save_every: Option<u32>,
+    /// Checkpoints kept.
+    pub keep: usize,
+    /// Evaluate every so many steps; `None` only before and after.
+    pub eval_every: Option<u32>,
+    /// Go on from the latest checkpoint.
+    pub resume: bool,
+    /// A trained.jsonl whose distribution of units is forced.
+    pub replay: Option<PathBuf>,
+}
+
+/// What is shown.
+#[derive(Clone, Debug)]
+pub struct WatchOptions {
+    /// Only warnings and the report.
+    pub quiet: bool,
+    /// Workers whose logs are copied to the console.
+    pub show: Vec<WorkerName>,
+}
+
+/// What happens after a fault.
+#[derive(Clone, Debug)]
+pub struct FaultOptions {
+    /// Restarts of dead workers.
+    pub restarts: u32,
+    /// Set a unit aside after three workers died on it.
+    pub quarantine: bool,
+}
+
+/// What `launcher eval` was asked for.
+#[derive(Clone, Debug)]
+pub struct EvalOptions {
+    /// A run's output directory or a checkpoint.
+    pub checkpoint: PathBuf,
+    /// The frozen model; `None` is the run's.
+    pub target_model: Option<PathBuf>,
+    /// Conversations to take prompts from; empty is the run's held-out documents.
+    pub data: Vec<PathBuf>,
+    /// A chat template; `None` is the run's.
+    pub chat_template: Option<PathBuf>,
+    /// Most prompts.
+    pub documents: usize,
+    /// Longest answer in tokens.
+    pub max_new_tokens: usize,
+    /// Where to write the figures.
+    pub json: Option<PathBuf>,
+    /// Print only the figures.
+    pub quiet: bool,
+}
+
+/// What `launcher export` was asked for.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    /// A checkpoint or a run's output directory.
+    pub checkpoint: PathBuf,
+    /// Where to write it.
+    pub to: PathBuf,
+    /// Write into a directory that is not empty.
+    pub overwrite: bool,
+}
+
+/// Checked by the table: every number below fits the type it is read into, and every default reads.
+const IN_TABLE: &str = "the table of options gives every one of these a default";
+
+fn size(values: &Values, name: &str) -> Option<usize> {
+    values.int(name).map(|number| number as usize)
+}
+
+fn small(values: &Values, name: &str) -> Option<u32> {
+    values.int(name).map(|number| number as u32)
+}
+
+fn path(values: &Values, name: &str) -> Option<PathBuf> {
+    values.text(name).map(PathBuf::from)
+}
+
+fn paths(values: &Values, name: &str) -> Vec<PathBuf> {
+    values.texts(name).into_iter().map(PathBuf::from).collect()
+}
+
+impl Options {
+    /// From checked values to options.
+    ///
+    /// # Errors
+    ///
+    /// Every value that could not be understood, and every combination that cannot be honoured.
+    pub fn resolve(mut values: Values, demo: bool) -> Result<Self, Vec<Mistake>> {
+        check_combinations(&mut values, demo);
+        if !values.mistakes.is_empty() {
+            return Err(values.mistakes);
+        }
+        let values = &values;
+        let (targets, drafters) = values.pair("cpu").expect(IN_TABLE);
+        let int = |name| size(values, name).expect(IN_TABLE);
+        let real = |name| values.real(name).expect(IN_TABLE);
+        let config = path(values, "draft-config");
+        // With a config file only a flag overrides what the file says, not the table's default.
+        let sized = |name| {
+            if config.is_some() && !values.given(name) {
+                None
+            } else {
+                size(values, name)
+            }
+        };
+        let layers = sized("draft-layers");
+        let block_size = sized("block-size");
+        Ok(Self {
+            demo,
+            places: PlaceOptions { targets, drafters },
+            target: TargetOptions {
+                model: path(values, "target-model"),
+                chat_template: path(values, "chat-template"),
+                assume_tied: values.switch("assume-tied"),
+            },
+            drafter: DrafterOptions {
+                layers,
+                block_size,
+                target_layers: values
+                    .ints("target-layers")
+                    .or_else(|| demo.then(|| vec![1, 3, 5])),
+                sliding_window: size(values, "sliding-window"),
+                mask_token_id: small(values, "mask-token-id"),
+                init_from: path(values, "init-from"),
+                config,
+            },
+            data: DataOptions {
+                files: paths(values, "data"),
+                eval_files: paths(values, "eval-data"),
+                eval_fraction: real("eval-fraction"),
+                eval_tokens: int("eval-tokens"),
+                template_kwargs: values
+                    .key_values("template-kwarg")
+                    .into_iter()
+                    .map(json_value)
+                    .collect(),
+                max_length: int("max-length"),
+                min_loss_tokens: int("min-loss-tokens"),
+                last_turn_only: values.switch("last-turn-only"),
+                raw_text: values.switch("raw-text"),
+                seed: values.int("seed").expect(IN_TABLE),
+            },
+            training: TrainingOptions {
+                epochs: small(values, "epochs").expect(IN_TABLE),
+                max_steps: small(values, "max-steps"),
+                time_limit: values.int("time-limit").map(Duration::from_secs),
+                batch_anchors: small(values, "batch-anchors").expect(IN_TABLE),
+                anchors: int("anchors"),
+            },
+            loss: LossOptions {
+                gamma: real("gamma") as f32,
+                streak_alpha: real("streak-alpha") as f32,
+                dpace_alpha: values.real("dpace-alpha").map(|alpha| alpha as f32),
+                use_soft_labels: values.switch("use-soft-labels"),
+                kl_temperature: real("kl-temperature") as f32,
+                kl_weight: real("kl-weight") as f32,
+                cap_lambda: real("cap-lambda") as f32,
+            },
+            optimizer: OptimizerOptions {
+                lr: real("lr"),
+                weight_decay: real("weight-decay"),
+                clip: real("clip"),
+                schedule: values
+                    .text("schedule")
+                    .and_then(|name| name.parse::<Schedule>().ok())
+                    .expect(IN_TABLE),
+                warmup: real("warmup"),
+                ..OptimizerOptions::default()
+            },
+            ring: RingOptions {
+                slots: size(values, "ring-slots"),
+                slot_tokens: int("slot-tokens"),
+                unit_anchors: int("unit-anchors"),
+                prefill_tokens: int("prefill-tokens"),
+                check_payload: values.switch("check-payload"),
+            },
+            output: OutputOptions {
+                dir: path(values, "output"),
+                overwrite: values.switch("overwrite"),
+                save_every: small(values, "save-every"),
+                keep: int("keep"),
+                eval_every: small(values, "eval-every"),
+                resume: values.switch("resume"),
+                replay: path(values, "replay"),
+            },
+            watch: WatchOptions {
+                quiet: values.switch("quiet"),
+                show: values.workers("show"),
+            },
+            faults: FaultOptions {
+                restarts: small(values, "restarts").expect(IN_TABLE),
+                quarantine: !values.switch("no-quarantine"),
+            },
+        })
+    }
+
+    /// The name of a run whose output directory was not given: `demo`, or the first data file's stem.
+    pub fn default_name(&self) -> String {
+        let stem = self.data.files.first().and_then(|file| file.file_stem());
+        stem.map_or_else(
+            || "demo".to_owned(),
+            |stem| stem.to_string_lossy().into_owned(),
+        )
+    }
+
+    /// Every file and directory named by an option that is not there or is not what it should be.
+    pub fn missing_files(&self) -> Vec<Mistake> {
+        let mut mistakes = Vec::new();
+        let mut file = |name: &str, path: &Path| {
+            let what = match std::fs::metadata(path) {
+                Err(error) => error.to_string(),
+                Ok(found) if found.is_dir() => "is a directory, not a file".to_owned(),
+                Ok(_) => return,
+            };
+            mistakes.push(Mistake(format!("--{name} {}: {what}", path.display())));
+        };
+        self.data.files.iter().for_each(|path| file("data", path));
+        self.data
+            .eval_files
+            .iter()
+            .for_each(|path| file("eval-data", path));
+        self.target
+            .chat_template
+            .iter()
+            .for_each(|path| file("chat-template", path));
+        self.drafter
+            .config
+            .iter()
+            .for_each(|path| file("draft-config", path));
+        self.output
+            .replay
+            .iter()
+            .for_each(|path| file("replay", path));
+        let mut directory = |name: &str, path: &Path| {
+            let what = match std::fs::metadata(path) {
+                Err(error) => error.to_string(),
+                Ok(found) if found.is_dir() => return,
+                Ok(_) => "is a file, not a directory".to_owned(),
+            };
+            mistakes.push(Mistake(format!("--{name} {}: {what}", path.display())));
+        };
+        self.target
+            .model
+            .iter()
+            .for_each(|path| directory("target-model", path));
+        self.drafter
+            .init_from
+            .iter()
+            .for_each(|path| directory("init-from", path));
+        mistakes
+    }
+}
+
+/// `V` of a template variable is JSON where it reads as JSON, else text.
+fn json_value((key, value): (String, String)) -> (String, serde_json::Value) {
+    let value = serde_json::from_str(&value).unwrap_or(serde_json::Value::String(value));
+    (key, value)
+}
+
+/// What no single option can know.
+fn check_combinations(values: &mut Values, demo: bool) {
+    let has_data = !values.texts("data").is_empty();
+    let has_model = values.text("target-model").is_some();
+    if values.given("gpus") {
+        values.wrong(
+            "gpus",
+            "there is no GPU engine in this build; choose CPU places with --cpu T:D",
+        );
+    }
+    if !demo && has_model && !has_data {
+        values.wrong("data", "is missing: which conversations to train on (only the demo, without a model, brings its own)");
+    }
+    if !demo && has_data && !has_model {
+        values.wrong("target-model", "is missing: which model to train a drafter for (only the demo, without data, brings its own)");
+    }
+    if let Some(layers) = values.ints("target-layers")
+        && !layers.is_sorted_by(|a, b| a < b)
+    {
+        values.wrong("target-layers", "must rise, each layer once");
+    }
+    if values.switch("raw-text") {
+        for name in ["chat-template", "last-turn-only", "template-kwarg"] {
+            if values.given(name) {
+                values.wrong(name, "has no meaning with --raw-text");
+            }
+        }
+    }
+    if values.switch("resume") {
+        if values.switch("overwrite") {
+            values.wrong("overwrite", "would remove what --resume goes on from");
+        }
+        if values.text("output").is_none() {
+            values.wrong(
+                "output",
+                "is missing: --resume goes on in a run's own output directory",
+            );
+        }
+        if values.given("init-from") {
+            values.wrong(
+                "init-from",
+                "the weights come from the checkpoint with --resume",
+            );
+        }
+    }
+    if let Some((targets, drafters)) = values.pair("cpu") {
+        for name in values.workers("show") {
+            let count = match name.role {
+                Role::Target => targets,
+                Role::Drafter => drafters,
+            };
+            if name.rank as usize >= count {
+                values.wrong(
+                    "show",
+                    format!(
+                        "there is no {}:{} (ranks 0 to {})",
+                        name.role,
+                        name.rank,
+                        count - 1
+                    ),
+                );
+            }
+        }
+    }
+}
+
+impl EvalOptions {
+    /// From checked values to options.
+    ///
+    /// # Errors
+    ///
+    /// Every value that could not be understood.
+    pub fn resolve(checkpoint: PathBuf, values: Values) -> Result<Self, Vec<Mistake>> {
+        if !values.mistakes.is_empty() {
+            return Err(values.mistakes);
+        }
+        Ok(Self {
+            checkpoint,
+            target_model: path(&values, "target-model"),
+            data: paths(&values, "data"),
+            chat_template: path(&values, "chat-template"),
+            documents: size(&values, "documents").expect(IN_TABLE),
+            max_new_tokens: size(&values, "max-new-tokens").expect(IN_TABLE),
+            json: path(&values, "json"),
+            quiet: values.switch("quiet"),
+        })
+    }
+}
+
+impl ExportOptions {
+    /// From checked values to options.
+    ///
+    /// # Errors
+    ///
+    /// Every value that could not be understood.
+    pub fn resolve(checkpoint: PathBuf, to: PathBuf, values: Values) -> Result<Self, Vec<Mistake>> {
+        if !values.mistakes.is_empty() {
+            return Err(values.mistakes);
+        }
+        Ok(Self {
+            checkpoint,
+            to,
+            overwrite: values.switch("overwrite"),
+        })
+    }
+}

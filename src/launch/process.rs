@@ -1,0 +1,82 @@
+//! What /proc tells about a process.
+
+/// The state of a process as the kernel names it in /proc/PID/stat: `R` running, `S` asleep, `D` in an
+/// uninterruptible wait, `T` stopped, `t` stopped by a tracer, `Z` dead and not yet reaped.
+pub fn state(pid: u32) -> Option<char> {
+    stat_field(pid, 3)?.chars().next()
+}
+
+/// When a process began, in clock ticks since the machine did. With the pid it names a process for good.
+pub fn start_time(pid: u32) -> Option<u64> {
+    stat_field(pid, 22)?.parse().ok()
+}
+
+/// Whether the process with this pid is the one that began then, and is not a zombie.
+pub fn is_alive(pid: u32, started: u64) -> bool {
+    start_time(pid) == Some(started) && state(pid) != Some('Z')
+}
+
+/// Largest resident memory so far, in bytes.
+pub fn peak_memory(pid: u32) -> Option<u64> {
+    let text = status_field(pid, "VmHWM:")?;
+    let kilobytes: u64 = text.split_whitespace().next()?.parse().ok()?;
+    Some(kilobytes * 1024)
+}
+
+/// Whether a debugger or strace holds the process.
+pub fn is_traced(pid: u32) -> bool {
+    status_field(pid, "TracerPid:").is_some_and(|tracer| tracer.trim() != "0")
+}
+
+/// Where in the kernel a process waits, if that can be read.
+pub fn waits_in(pid: u32) -> Option<String> {
+    let place = std::fs::read_to_string(format!("/proc/{pid}/wchan")).ok()?;
+    (!place.is_empty() && place != "0").then_some(place)
+}
+
+/// How many processes the out-of-memory killer has ended since the machine began.
+pub fn oom_kills() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/vmstat").ok()?;
+    text.lines()
+        .find_map(|line| line.strip_prefix("oom_kill "))?
+        .trim()
+        .parse()
+        .ok()
+}
+
+/// A field of /proc/PID/stat, counted from 1 as in proc(5). The second holds any text in parentheses.
+fn stat_field(pid: u32, number: usize) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let (_, rest) = text.rsplit_once(')')?;
+    rest.split_whitespace()
+        .nth(number.checked_sub(3)?)
+        .map(str::to_owned)
+}
+
+fn status_field(pid: u32, name: &str) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    text.lines()
+        .find_map(|line| line.strip_prefix(name))
+        .map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_is_read() {
+        let me = std::process::id();
+        let began = start_time(me).unwrap();
+        assert!(is_alive(me, began));
+        assert!(!is_alive(me, began + 1));
+        assert!(peak_memory(me).unwrap() > 1 << 20);
+        assert!(matches!(state(me), Some('R' | 'S')));
+    }
+
+    #[test]
+    fn nobody_is_dead() {
+        assert_eq!(state(u32::MAX), None);
+        assert!(!is_alive(u32::MAX, 0));
+    }
+}
