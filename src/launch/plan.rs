@@ -307,7 +307,7 @@ impl Plan {
                 batch_anchors: options.training.batch_anchors,
                 anchors: options.training.anchors,
             },
-            loss: options.loss.clone(),
+            loss: options.loss,
             optimizer: options.optimizer.clone(),
             limits: LimitPlan {
                 max_steps: options.training.max_steps,
