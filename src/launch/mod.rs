@@ -3,8 +3,12 @@
 pub mod cli;
 pub mod flags;
 pub mod options;
+pub mod output;
 pub mod places;
 pub mod plan;
 pub mod process;
+pub mod report;
+pub mod signals;
 pub mod spawn;
+pub mod supervise;
 pub mod table;
