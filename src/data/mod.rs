@@ -23,6 +23,7 @@ pub mod split;
 mod template;
 mod tokenizer;
 pub mod units;
+mod workload;
 
 pub use agree::{ModelVocabulary, check_vocabulary};
 pub use error::DataError;
@@ -35,6 +36,7 @@ pub use report::{DataReport, EXAMPLES, SkipCount, SkipExample, SkipReason};
 pub use set::{Document, DocumentInfo, TokenSet};
 pub use template::{ChatTemplate, parse_template_kwarg};
 pub use tokenizer::{ChatTokenizer, Tokens};
+pub use workload::{Workload, WorkloadSpec};
 
 /// Positions p with `mask[p] == 1 && mask[p + 1] == 1`, where an anchor may stand: the anchor itself
 /// and the token its first slot predicts are both supervised.

@@ -7,7 +7,7 @@ use super::TokenSet;
 use super::units::shuffle;
 
 /// How many documents are held out.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SplitOptions {
     /// Share of all documents (`--eval-fraction`), 0 for none.
     pub fraction: f64,

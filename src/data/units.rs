@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{DataError, TokenSet};
 
 /// When a unit is closed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PackLimits {
     /// Tokens of a unit (`--slot-tokens`).
     pub slot_tokens: u32,
