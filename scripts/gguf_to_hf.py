@@ -256,7 +256,8 @@ class Gguf:
         cuts words as GPT-2 does."""
         tokens, types = self.fields["tokenizer.ggml.tokens"], self.fields["tokenizer.ggml.token_type"]
         if len(tokens) != self.vocab or len(types) != self.vocab or len(set(tokens)) != self.vocab:
-            raise Refused(f"the vocabulary has {len(tokens)} tokens, {len(set(tokens))} distinct, {len(types)} types; expected {self.vocab}")
+            found = f"{len(tokens)} tokens, {len(set(tokens))} of them distinct, {len(types)} types"
+            raise Refused(f"the vocabulary has {found}; expected {self.vocab}")
         if not set(types) <= {NORMAL, CONTROL}:
             raise Refused(f"token types {sorted(set(types))} occur; only normal and control tokens are converted")
         return {

@@ -76,7 +76,8 @@ def write(path, tensors, bfloat16=False, metadata=None):
     for name, values in tensors.items():
         rounded = bfloat16 and values.dtype == np.float32
         data = (narrow(values) if rounded else values).tobytes()
-        header[name] = {"dtype": "BF16" if rounded else names[values.dtype], "shape": list(values.shape), "data_offsets": [end, end + len(data)]}
+        dtype = "BF16" if rounded else names[values.dtype]
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [end, end + len(data)]}
         pieces.append(data)
         end += len(data)
     text = json.dumps(header).encode()

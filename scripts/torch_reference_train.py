@@ -135,7 +135,8 @@ def read_documents(path, model, limit):
         for line in lines:
             if len(documents) == limit:
                 break
-            messages = json.loads(line)["messages"]
+            row = json.loads(line)
+            messages = row["messages"]
             whole = render(messages, False)
             encoded = tokenizer.encode(whole, add_special_tokens=False)
             mask = [0] * len(encoded.ids)
@@ -147,9 +148,11 @@ def read_documents(path, model, limit):
                     continue  # the template rewrites this turn, so where it stands is not known
                 inside = [i for i, (a, b) in enumerate(encoded.offsets) if len(opened) <= a and b <= len(closed)]
                 text_end = len(opened) + len(message["content"])
-                ends = [i for i in inside if encoded.ids[i] in special] or [i for i in inside if encoded.offsets[i][1] <= text_end]
+                text = [i for i in inside if encoded.offsets[i][1] <= text_end]
+                cut = row.get("finish_reason") == "length" and turn == len(messages) - 1
+                ends = [] if cut else [i for i in inside if encoded.ids[i] in special]
                 for i in inside:
-                    mask[i] = int(i <= max(ends, default=-1))
+                    mask[i] = int(i <= max(ends or text, default=-1))
             documents.append(Document(encoded.ids, mask))
     return documents
 
