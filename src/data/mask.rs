@@ -9,7 +9,7 @@ use std::ops::Range;
 use minijinja::Value;
 
 use super::report::{Skip, SkipReason};
-use super::rows::{Message, Role, Row};
+use super::rows::{Message, Role, Row, with_parsed_arguments, without_key};
 use super::template::ChatTemplate;
 use super::tokenizer::{ChatTokenizer, Tokens};
 use super::{TextOptions, eligible};
@@ -46,18 +46,27 @@ pub(super) fn encode(
         }
         (Row::Chat { messages, .. }, None) => encode_joined(messages, tokenizer, last_turn_only),
         (Row::Chat { messages, tools }, Some(template)) => {
-            let chat = Chat {
+            let mut chat = Chat {
                 messages,
                 values: messages.iter().map(|m| m.value.clone()).collect(),
                 tools: tools.as_ref(),
                 template,
             };
-            chat.encode(tokenizer, last_turn_only)
+            match chat.encode(tokenizer, last_turn_only) {
+                // Some templates take a call's arguments only as an object, some only as a string.
+                Err(skip) if skip.reason == SkipReason::ToolsUnsupported => {
+                    match chat.parse_arguments() {
+                        true => chat.encode(tokenizer, last_turn_only),
+                        false => Err(skip),
+                    }
+                }
+                done => done,
+            }
         }
     }
 }
 
-/// What is left of a row after truncation, or why nothing is: `(tokens lost, row)`.
+/// What is left of a row after truncation, or why nothing is.
 pub(super) fn truncate(mut row: Encoded, options: &TextOptions) -> Result<Encoded, Skip> {
     let supervised = |mask: &[u8]| mask.iter().filter(|&&m| m == 1).count();
     if supervised(&row.mask) == 0 {
@@ -159,6 +168,18 @@ impl Chat<'_> {
         })
     }
 
+    /// Turns arguments of tool calls from JSON in strings to objects; whether there were any.
+    fn parse_arguments(&mut self) -> bool {
+        let mut any = false;
+        for value in &mut self.values {
+            if let Some(parsed) = with_parsed_arguments(value) {
+                *value = parsed;
+                any = true;
+            }
+        }
+        any
+    }
+
     /// Bytes of the whole render that turn `i` adds, or `None` if the render of the conversation up
     /// to there is not how the whole begins.
     fn span(&self, i: usize, whole: &str) -> Result<Option<Range<usize>>, String> {
@@ -216,14 +237,6 @@ impl Chat<'_> {
         }
         Ok(())
     }
-}
-
-fn without_key(map: &Value, key: &str) -> Value {
-    let keys = map.try_iter().into_iter().flatten();
-    Value::from_pairs(
-        keys.filter(|k| k.as_str() != Some(key))
-            .map(|k| (k.clone(), map.get_item(&k).unwrap_or_default())),
-    )
 }
 
 /// Where supervision of a turn ends: behind the last special token inside its span, else behind the

@@ -12,6 +12,7 @@ mod agree;
 pub mod demo;
 mod error;
 mod files;
+mod jinja;
 mod mask;
 mod mask_token;
 mod prepare;

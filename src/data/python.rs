@@ -20,8 +20,12 @@ pub(super) struct JsonLayout {
 }
 
 impl JsonLayout {
-    /// Reads `ensure_ascii`, `indent`, `separators` and `sort_keys`.
-    pub(super) fn from_kwargs(kwargs: &Kwargs) -> Result<JsonLayout, Error> {
+    /// Reads `ensure_ascii` (which may also be given by position), `indent`, `separators` and
+    /// `sort_keys`.
+    pub(super) fn from_kwargs(
+        ensure_ascii: Option<bool>,
+        kwargs: &Kwargs,
+    ) -> Result<JsonLayout, Error> {
         let flag = |name: &str| -> Result<bool, Error> {
             Ok(kwargs
                 .get::<Option<Value>>(name)?
@@ -47,7 +51,7 @@ impl JsonLayout {
             None => (", ".to_owned(), ": ".to_owned()),
         };
         let layout = JsonLayout {
-            ensure_ascii: flag("ensure_ascii")?,
+            ensure_ascii: flag("ensure_ascii")? || ensure_ascii == Some(true),
             sort_keys: flag("sort_keys")?,
             indent,
             item_separator,
@@ -75,7 +79,7 @@ fn write_json(
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
         ValueKind::Number if value.is_integer() => push(out, value),
-        ValueKind::Number => out.push_str(&float_repr(f64::try_from(value.clone())?)),
+        ValueKind::Number => out.push_str(&float_json(f64::try_from(value.clone())?)),
         ValueKind::String => write_string(out, value.as_str().unwrap_or_default(), layout),
         ValueKind::Seq | ValueKind::Iterable => {
             let items: Vec<Value> = value.try_iter()?.collect();
@@ -157,14 +161,24 @@ fn write_string(out: &mut String, text: &str, layout: &JsonLayout) {
     out.push('"');
 }
 
-/// Python's `repr` of a float: the shortest digits that read back the same, with an exponent below
-/// 1e-4 and from 1e16 on.
-pub(super) fn float_repr(x: f64) -> String {
+/// A float as `json.dumps` writes it.
+fn float_json(x: f64) -> String {
+    match x {
+        x if x.is_nan() => "NaN".to_owned(),
+        f64::INFINITY => "Infinity".to_owned(),
+        f64::NEG_INFINITY => "-Infinity".to_owned(),
+        x => float_str(x),
+    }
+}
+
+/// A float as Python's `str` writes it: the shortest digits that read back the same, with an exponent
+/// below 1e-4 and from 1e16 on.
+pub(super) fn float_str(x: f64) -> String {
     if x.is_nan() {
-        return "NaN".to_owned();
+        return "nan".to_owned();
     }
     if x.is_infinite() {
-        return if x > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
+        return if x > 0.0 { "inf" } else { "-inf" }.to_owned();
     }
     let scientific = format!("{x:e}");
     let (digits, exponent) = scientific
@@ -176,6 +190,9 @@ pub(super) fn float_repr(x: f64) -> String {
     if x != 0.0 && !(-4..16).contains(&exponent) {
         let sign = if exponent < 0 { '-' } else { '+' };
         format!("{digits}e{sign}{:02}", exponent.abs())
+    } else if exponent < 0 {
+        // `{:?}` turns to an exponent too early.
+        format!("{x}")
     } else {
         format!("{x:?}")
     }
@@ -225,7 +242,8 @@ mod tests {
 
     fn dump(json: &str, kwargs: &[(&str, Value)]) -> String {
         let value: Value = serde_json::from_str(json).unwrap();
-        let layout = JsonLayout::from_kwargs(&Kwargs::from_iter(kwargs.iter().cloned())).unwrap();
+        let layout =
+            JsonLayout::from_kwargs(None, &Kwargs::from_iter(kwargs.iter().cloned())).unwrap();
         dump_json(&value, &layout).unwrap()
     }
 
@@ -264,10 +282,12 @@ mod tests {
             (1.5e300, "1.5e+300"),
             (1e-4, "0.0001"),
             (1e-5, "1e-05"),
-            (f64::INFINITY, "Infinity"),
+            (f64::INFINITY, "inf"),
         ] {
-            assert_eq!(float_repr(x), text);
+            assert_eq!(float_str(x), text);
         }
+        assert_eq!(float_json(f64::NEG_INFINITY), "-Infinity");
+        assert_eq!(float_json(1e16), "1e+16");
     }
 
     #[test]

@@ -214,7 +214,7 @@ impl DataReport {
                 file,
                 line,
                 column: skip.column,
-                message: skip.message,
+                message: shortened(skip.message),
             });
         }
     }
@@ -239,4 +239,14 @@ impl DataReport {
             .collect::<Vec<_>>()
             .join(", ")
     }
+}
+
+/// Templates may raise with the whole conversation as their message.
+fn shortened(mut message: String) -> String {
+    const MOST: usize = 300;
+    if let Some((end, _)) = message.char_indices().nth(MOST) {
+        message.truncate(end);
+        message.push('…');
+    }
+    message.replace(['\n', '\r'], " ")
 }

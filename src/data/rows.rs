@@ -211,21 +211,20 @@ fn parse_message(index: usize, message: &Value) -> Result<Message, Skip> {
     if text.is_none() && role != Role::Assistant {
         return Err(at("no `content` or `value`".to_owned()));
     }
-    let content = match &text {
-        Some(text) => Value::from(text.as_str()),
-        None => Value::from(()),
-    };
-    let mut pairs = vec![
-        (Value::from("role"), Value::from(role.name())),
-        (Value::from("content"), content),
-    ];
-    let others = message.try_iter().map_err(|e| at(e.to_string()))?;
-    for key in others {
-        if !matches!(key.as_str(), Some("role" | "from" | "content" | "value")) {
-            let value = message.get_item(&key).map_err(|e| at(e.to_string()))?;
+    let mut pairs = vec![(Value::from("role"), Value::from(role.name()))];
+    if let Some(text) = &text {
+        pairs.push((Value::from("content"), Value::from(text.as_str())));
+    }
+    // Keys that are null are left out: templates test for presence, and would write "None".
+    for key in message.try_iter().map_err(|e| at(e.to_string()))? {
+        let name = key.as_str().unwrap_or_default();
+        if !matches!(name, "role" | "from" | "content" | "value")
+            && let Some(value) = field(message, name)
+        {
             pairs.push((key, value));
         }
     }
+    add_reasoning(message, &mut pairs);
     Ok(Message {
         role,
         text: text.unwrap_or_default(),
@@ -233,6 +232,66 @@ fn parse_message(index: usize, message: &Value) -> Result<Message, Skip> {
         calls_tools: calls_tools && role == Role::Assistant,
         value: Value::from_pairs(pairs),
     })
+}
+
+/// Reasoning goes by three names; templates read `reasoning_content`, some `thinking`.
+fn add_reasoning(message: &Value, pairs: &mut Vec<(Value, Value)>) {
+    let names = ["reasoning_content", "thinking", "reasoning"];
+    let Some(reasoning) = names.iter().find_map(|k| field(message, k)) else {
+        return;
+    };
+    for name in ["reasoning_content", "thinking"] {
+        if field(message, name).is_none() {
+            pairs.push((Value::from(name), reasoning.clone()));
+        }
+    }
+}
+
+/// A message whose tool calls' arguments are objects where they were JSON in a string, as some
+/// templates need them; `None` if there is no such argument.
+pub(super) fn with_parsed_arguments(message: &Value) -> Option<Value> {
+    let mut changed = false;
+    let calls: Vec<Value> = field(message, "tool_calls")?
+        .try_iter()
+        .ok()?
+        .map(|call| {
+            let function = field(&call, "function").unwrap_or_else(|| call.clone());
+            let parsed: Option<Value> = field(&function, "arguments")
+                .and_then(|a| serde_json::from_str(a.as_str()?).ok())
+                .filter(|a: &Value| a.kind() == ValueKind::Map);
+            let Some(parsed) = parsed else { return call };
+            changed = true;
+            let function = with_key(&function, "arguments", parsed);
+            match field(&call, "function") {
+                Some(_) => with_key(&call, "function", function),
+                None => function,
+            }
+        })
+        .collect();
+    changed.then(|| with_key(message, "tool_calls", Value::from(calls)))
+}
+
+/// A copy of a map with one key's value replaced, its place kept.
+fn with_key(map: &Value, key: &str, value: Value) -> Value {
+    let keys = map.try_iter().into_iter().flatten();
+    Value::from_pairs(keys.map(|k| {
+        let old = map.get_item(&k).unwrap_or_default();
+        let new = if k.as_str() == Some(key) {
+            value.clone()
+        } else {
+            old
+        };
+        (k, new)
+    }))
+}
+
+/// A copy of a map without one key.
+pub(super) fn without_key(map: &Value, key: &str) -> Value {
+    let keys = map.try_iter().into_iter().flatten();
+    Value::from_pairs(
+        keys.filter(|k| k.as_str() != Some(key))
+            .map(|k| (k.clone(), map.get_item(&k).unwrap_or_default())),
+    )
 }
 
 /// The text of a message's content: a string, or the text parts of a list joined.

@@ -12,6 +12,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -82,6 +83,19 @@ pub struct Document<'a> {
     pub row: u64,
     /// Positions p with `mask[p] == 1 && mask[p + 1] == 1`, where an anchor may stand.
     pub eligible: u32,
+}
+
+impl<'a> Document<'a> {
+    /// The stretches of supervised tokens, in order: one for each answer that is supervised.
+    pub fn answers(self) -> impl Iterator<Item = Range<usize>> + 'a {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let start = at + self.mask[at..].iter().position(|&m| m == 1)?;
+            let length = self.mask[start..].iter().take_while(|&&m| m == 1).count();
+            at = start + length;
+            Some(start..at)
+        })
+    }
 }
 
 /// What is known of a document without touching its tokens.

@@ -6,15 +6,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Kwargs;
-use minijinja::{Environment, Error, ErrorKind, Value, context};
+use minijinja::{Environment, Error, Value, context};
 use serde::Deserialize;
 
 use super::DataError;
-use super::python::{JsonLayout, dump_json, strftime};
+use super::jinja::{as_jinja_reads, environment};
 use super::tokenizer::{ChatTokenizer, read_json};
 
 const DEFAULT: &str = "chat_template";
@@ -90,7 +87,7 @@ impl ChatTemplate {
             let Some(text) = text else { continue };
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());
-            env.add_template_owned(name, without_generation_tags(text))
+            env.add_template_owned(name, as_jinja_reads(text))
                 .map_err(|e| DataError::BadTemplate {
                     origin: source.origin.display().to_string(),
                     message: message_of(&e),
@@ -176,44 +173,6 @@ pub fn parse_template_kwarg(argument: &str) -> Result<(String, serde_json::Value
     Ok((key.to_owned(), value))
 }
 
-fn environment(date_used: Arc<AtomicBool>) -> Environment<'static> {
-    let mut env = Environment::new();
-    let syntax = SyntaxConfig::builder()
-        .trim_blocks(true)
-        .lstrip_blocks(true)
-        .build()
-        .expect("the delimiters are the usual ones");
-    env.set_syntax(syntax);
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    env.add_filter("tojson", |value: Value, kwargs: Kwargs| {
-        dump_json(&value, &JsonLayout::from_kwargs(&kwargs)?)
-    });
-    env.add_filter("fromjson", |text: &str| {
-        serde_json::from_str::<Value>(text).map_err(|e| {
-            Error::new(
-                ErrorKind::InvalidOperation,
-                format!("fromjson: not JSON: {e}"),
-            )
-        })
-    });
-    env.add_function(
-        "raise_exception",
-        |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        },
-    );
-    // One instant for all renders of a run: a conversation's beginning must render as it does in the
-    // whole, also around midnight.
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |d| d.as_secs() as i64);
-    env.add_function("strftime_now", move |format: &str| {
-        date_used.store(true, Ordering::Relaxed);
-        strftime(format, now)
-    });
-    env
-}
-
 fn message_of(error: &Error) -> String {
     let mut text = error
         .detail()
@@ -222,48 +181,6 @@ fn message_of(error: &Error) -> String {
         text.push_str(&format!(" (line {line} of the template)"));
     }
     text
-}
-
-/// `{% generation %}` marks the assistant's text for `transformers`; here spans come from render
-/// boundaries. It becomes a condition that always holds, so that its whitespace control stays.
-fn without_generation_tags(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        out.push_str(before);
-        let replaced = [("endgeneration", "endif"), ("generation", "if true")]
-            .into_iter()
-            .find_map(|(word, by)| replace_tag(tag, word, by));
-        match replaced {
-            Some((new, len)) => {
-                out.push_str(&new);
-                rest = &tag[len..];
-            }
-            None => {
-                out.push_str("{%");
-                rest = &tag[2..];
-            }
-        }
-    }
-    out.push_str(rest);
-    out
-}
-
-/// If `text` begins with the tag `{% word %}`, the tag with `by` for the word, and its length.
-fn replace_tag(text: &str, word: &str, by: &str) -> Option<(String, usize)> {
-    let mark = |s: &str| s.chars().next().filter(|c| matches!(c, '-' | '+'));
-    let inner = text.strip_prefix("{%")?;
-    let open = mark(inner);
-    let inner = &inner[open.map_or(0, char::len_utf8)..];
-    let inner = inner.trim_start().strip_prefix(word)?.trim_start();
-    let close = mark(inner);
-    let after = inner[close.map_or(0, char::len_utf8)..].strip_prefix("%}")?;
-    let sign = |c: Option<char>| c.map(String::from).unwrap_or_default();
-    Some((
-        format!("{{%{} {by} {}%}}", sign(open), sign(close)),
-        text.len() - after.len(),
-    ))
 }
 
 fn find(dir: &Path, explicit: Option<&Path>) -> Result<Source, DataError> {
