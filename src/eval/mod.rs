@@ -1,1 +1,4 @@
 //! Speculative decoding with a trained drafter: accepted length and losslessness.
+
+pub mod tree;
+pub mod walk;
