@@ -1,0 +1,237 @@
+//! Parity with the reference: every golden file, with whatever shapes it holds.
+
+mod golden_support;
+
+use golden_support::{Golden, GoldenFile, json, relative, worst_row};
+use serde_json::Value;
+use slipstream::engine::cpu::Cpu;
+use slipstream::engine::{Engine, LossOptions};
+use slipstream::eval::tree::{SlotRanks, build_tree, rank_logits};
+use slipstream::model::drafter::{
+    Document, DrafterConfig, DrafterModel, LayerType, Params, Tables, default_target_layer_ids,
+};
+use slipstream::train::micro_step::{UnitBatch, micro_step};
+
+/// The drafter of a loss file's own `config`, with `captured` layers.
+fn drafter_config(config: &Value, captured: usize) -> DrafterConfig {
+    let size = |key: &str| config[key].as_u64().unwrap_or_else(|| panic!("{key}")) as usize;
+    let number = |key: &str| config[key].as_f64().unwrap_or_else(|| panic!("{key}"));
+    let types = config["layer_types"].as_array().unwrap();
+    DrafterConfig {
+        hidden_size: size("hidden_size"),
+        intermediate_size: size("intermediate_size"),
+        num_hidden_layers: size("num_hidden_layers"),
+        num_attention_heads: size("num_attention_heads"),
+        num_key_value_heads: size("num_key_value_heads"),
+        head_dim: size("head_dim"),
+        vocab_size: size("vocab_size"),
+        rms_norm_eps: number("rms_norm_eps"),
+        rope_theta: number("rope_theta"),
+        max_position_embeddings: 4096,
+        block_size: size("block_size"),
+        num_target_layers: captured,
+        target_layer_ids: (0..captured).collect(),
+        mask_token_id: size("mask_token_id") as u32,
+        layer_types: types
+            .iter()
+            .map(|kind| match kind.as_str().unwrap() {
+                "sliding_attention" => LayerType::Sliding,
+                "full_attention" => LayerType::Full,
+                other => panic!("layer type {other}"),
+            })
+            .collect(),
+        sliding_window: config["sliding_window"].as_u64().map(|w| w as usize),
+    }
+}
+
+/// A key that is absent is off, whatever the program's default.
+fn loss_options(loss: &Value) -> LossOptions {
+    let number = |key: &str| loss.get(key).and_then(Value::as_f64).map(|v| v as f32);
+    LossOptions {
+        gamma: number("gamma").unwrap_or(0.0),
+        streak_alpha: number("streak_alpha").unwrap_or(0.0),
+        dpace_alpha: number("dpace_alpha"),
+        use_soft_labels: loss.get("use_soft_labels") == Some(&Value::Bool(true)),
+        kl_temperature: number("kl_temperature").unwrap_or(1.0),
+        kl_weight: number("kl_weight").unwrap_or(0.0),
+        cap_lambda: number("cap_lambda").unwrap_or(0.0),
+    }
+}
+
+/// Anchors as given, cut into ascending runs: each run is trained on a copy of the document, all packed together.
+fn ascending_runs(anchors: &[u32]) -> Vec<Vec<u32>> {
+    let mut runs: Vec<Vec<u32>> = vec![vec![]];
+    for &anchor in anchors {
+        if runs.last().unwrap().last().is_some_and(|&a| a >= anchor) {
+            runs.push(vec![]);
+        }
+        runs.last_mut().unwrap().push(anchor);
+    }
+    runs
+}
+
+fn check_loss_file(name: &str) {
+    let Some(expected) = GoldenFile::open(name) else {
+        return;
+    };
+    let Some(inputs) = GoldenFile::open("dflash_inputs.safetensors") else {
+        return;
+    };
+    let engine = Cpu::new(1).unwrap();
+    let hidden_size = inputs.get("embed").shape[1];
+    let width = inputs.get("ctx").shape[1];
+    let config = drafter_config(expected.meta("config"), width / hidden_size);
+    let options = loss_options(expected.meta("loss"));
+
+    let half = |tensor: &Golden| {
+        let cols = *tensor.shape.last().unwrap();
+        engine.upload_half(&tensor.f32(), cols).unwrap()
+    };
+    let (embed, lm_head) = (half(inputs.get("embed")), half(inputs.get("lm_head")));
+    let tables = Tables {
+        embedding: embed.view(),
+        lm_head: lm_head.view(),
+    };
+    let params = Params::from_values(&engine, &config, |p| {
+        let tensor = inputs.get(&format!("param.{}", p.name));
+        assert_eq!(tensor.shape, p.shape(), "{}", p.name);
+        Ok(tensor.f32())
+    })
+    .unwrap();
+    let mut model = DrafterModel::new(&engine, config, params).unwrap();
+
+    let ids = inputs.get("ids").u32();
+    let mask: Vec<u8> = inputs.get("mask").values.iter().map(|&m| m as u8).collect();
+    let runs = ascending_runs(&inputs.get("anchors").u32());
+    let documents: Vec<Document<'_>> = runs
+        .iter()
+        .map(|anchors| Document {
+            ids: &ids,
+            mask: &mask,
+            anchors,
+        })
+        .collect();
+    let states = inputs.get("ctx").f32().repeat(runs.len());
+    let states = engine.upload_half(&states, width).unwrap();
+    let teacher = options.use_soft_labels.then(|| {
+        let states = inputs.get("teacher").f32().repeat(runs.len());
+        engine.upload_half(&states, hidden_size).unwrap()
+    });
+    let unit = UnitBatch {
+        documents: &documents,
+        states: states.view(),
+        teacher: teacher.as_ref().map(|t| t.view()),
+    };
+    let out = micro_step(&engine, &mut model, tables, &unit, &options).unwrap();
+
+    let hidden = engine.download_half(model.hidden()).unwrap();
+    let off = worst_row(&hidden, &expected.get("hidden").values, hidden_size);
+    assert!(off <= 1e-5, "{name}: hidden is off by {off:e}");
+    for (key, got) in [("loss_sum", out.loss_sum), ("weight_sum", out.weight_sum)] {
+        let want = expected.get(key).values[0];
+        let off = (got - want).abs() / want.abs();
+        assert!(off <= 1e-5, "{name}: {key} {got} is not {want}");
+    }
+    for (key, got) in [("slots", &out.slots), ("correct", &out.correct)] {
+        let want = expected.get(key).values[0] as u64;
+        assert_eq!(got.iter().sum::<u64>(), want, "{name}: {key}");
+    }
+    let accepted: Vec<f64> = out.accepted.iter().map(|&a| f64::from(a)).collect();
+    assert_eq!(accepted, expected.get("accepted_length").values, "{name}");
+
+    let layout = model.params.layout();
+    let gradients = expected.with_prefix("grad.");
+    assert_eq!(gradients.len(), layout.params().len(), "{name}");
+    for p in layout.params() {
+        let got = Params::read(&engine, &model.params.grads, p).unwrap();
+        let want = expected.get(&format!("grad.{}", p.name));
+        let off = relative(&got, &want.values);
+        assert!(
+            off <= 1e-4,
+            "{name}: gradient of {} is off by {off:e}",
+            p.name
+        );
+    }
+}
+
+#[test]
+fn dflash_hard() {
+    check_loss_file("dflash_hard.safetensors");
+}
+
+#[test]
+fn dflash_decay() {
+    check_loss_file("dflash_decay.safetensors");
+}
+
+#[test]
+fn dflash_streak() {
+    check_loss_file("dflash_streak.safetensors");
+}
+
+#[test]
+fn dflash_dpace() {
+    check_loss_file("dflash_dpace.safetensors");
+}
+
+#[test]
+fn dflash_soft() {
+    check_loss_file("dflash_soft.safetensors");
+}
+
+#[test]
+fn dflash_cap() {
+    check_loss_file("dflash_cap.safetensors");
+}
+
+#[test]
+fn dflash_sliding() {
+    check_loss_file("dflash_sliding.safetensors");
+}
+
+#[test]
+fn dflash_all() {
+    check_loss_file("dflash_all.safetensors");
+}
+
+#[test]
+fn layer_ids() {
+    let Some(cases) = json("layer_ids.json") else {
+        return;
+    };
+    for case in cases.as_array().unwrap() {
+        let size = |key: &str| case[key].as_u64().unwrap() as usize;
+        let ids =
+            default_target_layer_ids(size("num_target_layers"), size("num_draft_layers")).unwrap();
+        assert_eq!(serde_json::json!(ids), case["target_layer_ids"], "{case}");
+    }
+}
+
+#[test]
+fn ddtree() {
+    let Some(cases) = json("ddtree.json") else {
+        return;
+    };
+    for (number, case) in cases.as_array().unwrap().iter().enumerate() {
+        let budget = case["budget"].as_u64().unwrap() as usize;
+        let logits: Vec<Vec<f32>> = serde_json::from_value(case["logits"].clone()).unwrap();
+        let width = budget.min(logits[0].len());
+        let (mut ids, mut log_probs) = (Vec::new(), Vec::new());
+        for slot in &logits {
+            let ranked = rank_logits(slot, width);
+            ids.extend(ranked.0);
+            log_probs.extend(ranked.1);
+        }
+        let slots = SlotRanks {
+            ids: &ids,
+            log_probs: &log_probs,
+            width,
+        };
+        let nodes: Vec<[u32; 3]> = build_tree(slots, budget)
+            .iter()
+            .map(|n| [n.token, n.parent, n.depth])
+            .collect();
+        let expected: Vec<[u32; 3]> = serde_json::from_value(case["nodes"].clone()).unwrap();
+        assert_eq!(nodes, expected, "case {number}");
+    }
+}
