@@ -1,10 +1,7 @@
 //! Documents held out for evaluation.
 
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::SeedableRng;
-
 use super::TokenSet;
-use super::units::shuffle;
+use super::units::{generator, shuffle};
 
 /// How many documents are held out.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -55,9 +52,7 @@ pub fn split(set: &TokenSet, options: &SplitOptions) -> Split {
         false => 0,
     };
     let mut order: Vec<u32> = (0..n as u32).collect();
-    let mut rng = ChaCha8Rng::seed_from_u64(options.seed);
-    rng.set_stream(STREAM);
-    shuffle(&mut order, &mut rng);
+    shuffle(&mut order, &mut generator(options.seed, STREAM));
     let eval = limit(set, order.into_iter().take(wanted), options.tokens);
     let mut held = vec![false; n];
     for &i in &eval {

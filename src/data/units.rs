@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::Serialize;
 
-use super::{DataError, TokenSet};
+use super::{DataError, DocumentInfo, TokenSet};
 
 /// When a unit is closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -53,13 +53,21 @@ struct Packed {
 /// # Errors
 /// Limits of zero or that contradict each other; a document longer than a slot.
 pub fn pack(set: &TokenSet, documents: &[u32], limits: PackLimits) -> Result<Units, DataError> {
+    pack_sizes(documents, |d| set.info(d as usize), limits)
+}
+
+fn pack_sizes(
+    documents: &[u32],
+    info: impl Fn(u32) -> DocumentInfo,
+    limits: PackLimits,
+) -> Result<Units, DataError> {
     limits.check()?;
     let mut units = Units {
         documents: documents.to_vec(),
         units: Vec::new(),
     };
     for (place, &document) in documents.iter().enumerate() {
-        let info = set.info(document as usize);
+        let info = info(document);
         if info.tokens > limits.slot_tokens {
             return Err(DataError::DocumentTooLong {
                 row: info.row,
@@ -67,12 +75,8 @@ pub fn pack(set: &TokenSet, documents: &[u32], limits: PackLimits) -> Result<Uni
                 slot_tokens: limits.slot_tokens,
             });
         }
-        units.push(
-            place as u32,
-            info.tokens,
-            info.eligible.min(limits.anchors),
-            limits,
-        );
+        let anchors = info.eligible.min(limits.anchors);
+        units.push(place as u32, info.tokens, anchors, limits);
     }
     Ok(units)
 }
@@ -220,8 +224,7 @@ impl Order {
         let mut place_of = vec![0; total as usize];
         for epoch in 0..epochs {
             let start = unit_at.len();
-            let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            rng.set_stream(u64::from(epoch));
+            let mut rng = generator(seed, u64::from(epoch));
             unit_at.extend(0..units);
             shuffle(&mut unit_at[start..], &mut rng);
             for (place, &unit) in unit_at[start..].iter().enumerate() {
@@ -282,6 +285,16 @@ impl Order {
         let start = epoch as usize * self.units as usize;
         &self.unit_at[start..start + self.units as usize]
     }
+}
+
+/// ChaCha with 8 rounds; the seed is its key, little-endian and padded with zeros. Spelled out here so
+/// that orders stay the same whatever a library's shorthand for seeding does.
+pub(super) fn generator(seed: u64, stream: u64) -> ChaCha8Rng {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    let mut rng = ChaCha8Rng::from_seed(key);
+    rng.set_stream(stream);
+    rng
 }
 
 /// Fisher–Yates, with numbers drawn without bias.
@@ -356,4 +369,180 @@ pub fn write_units(
         path: path.to_owned(),
         source,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn info(row: u32, (tokens, eligible): (u32, u32)) -> DocumentInfo {
+        DocumentInfo {
+            row: u64::from(row),
+            file: 0,
+            line: u64::from(row) + 1,
+            tokens,
+            supervised: eligible + 1,
+            eligible,
+        }
+    }
+
+    fn packed(sizes: &[(u32, u32)], limits: PackLimits) -> Units {
+        let documents: Vec<u32> = (0..sizes.len() as u32).collect();
+        pack_sizes(&documents, |d| info(d, sizes[d as usize]), limits).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn packing_keeps_order_and_limits(
+            sizes in prop::collection::vec((1u32..100, 1u32..100), 0..200),
+            slot_tokens in 100u32..400,
+            unit_anchors in 20u32..100,
+            anchors in 1u32..20,
+        ) {
+            let limits = PackLimits { slot_tokens, unit_anchors, anchors };
+            let units = packed(&sizes, limits);
+            let all: Vec<u32> = units.iter().flat_map(|u| u.documents.to_vec()).collect();
+            prop_assert_eq!(all, (0..sizes.len() as u32).collect::<Vec<_>>());
+            let cost = |d: &u32| {
+                let (tokens, eligible) = sizes[*d as usize];
+                (tokens, eligible.min(anchors))
+            };
+            for (number, unit) in units.iter().enumerate() {
+                prop_assert!(!unit.documents.is_empty());
+                prop_assert_eq!(unit.tokens, unit.documents.iter().map(|d| cost(d).0).sum::<u32>());
+                prop_assert_eq!(unit.anchors, unit.documents.iter().map(|d| cost(d).1).sum::<u32>());
+                prop_assert!(unit.tokens <= slot_tokens && unit.anchors <= unit_anchors);
+                // Closed only because the next document did not fit.
+                if number + 1 < units.len() as usize {
+                    let (tokens, more) = cost(&units.unit(number as u32 + 1).documents[0]);
+                    prop_assert!(
+                        unit.tokens + tokens > slot_tokens || unit.anchors + more > unit_anchors
+                    );
+                }
+            }
+            prop_assert_eq!(units.max_tokens(), units.iter().map(|u| u.tokens).max().unwrap_or(0));
+            let total: u64 = units.iter().map(|u| u64::from(u.anchors)).sum();
+            prop_assert_eq!(units.total_anchors(), total);
+        }
+
+        /// However the units are ordered, a step that takes units until the budget is met never
+        /// takes more than `most_in_a_step`.
+        #[test]
+        fn no_step_takes_more_units(
+            sizes in prop::collection::vec((1u32..9, 1u32..9), 1..60),
+            batch in 1u64..60,
+            seed in any::<u64>(),
+        ) {
+            let limits = PackLimits { slot_tokens: 9, unit_anchors: 9, anchors: 9 };
+            let units = packed(&sizes, limits);
+            let order = Order::new(seed, units.len(), 1).unwrap();
+            let (mut sum, mut taken) = (0, 0);
+            for g in 0..order.len() {
+                if sum >= batch {
+                    (sum, taken) = (0, 0);
+                }
+                sum += u64::from(units.unit(order.unit(g)).anchors);
+                taken += 1;
+                prop_assert!(taken <= units.most_in_a_step(batch));
+            }
+        }
+
+        #[test]
+        fn each_epoch_holds_each_unit_once(seed in any::<u64>(), units in 0u32..300, epochs in 0u32..5) {
+            let order = Order::new(seed, units, epochs).unwrap();
+            prop_assert_eq!(order.len(), units * epochs);
+            for epoch in 0..epochs {
+                let mut sorted = order.epoch_order(epoch).to_vec();
+                sorted.sort_unstable();
+                prop_assert_eq!(sorted, (0..units).collect::<Vec<_>>());
+            }
+            for g in 0..order.len() {
+                prop_assert_eq!(order.g(order.epoch(g), order.unit(g)), g);
+                prop_assert_eq!(order.epoch_order(order.epoch(g))[(g % units) as usize], order.unit(g));
+            }
+            prop_assert_eq!(&order, &Order::new(seed, units, epochs).unwrap());
+        }
+    }
+
+    /// Of seed 7, epochs 0 and 2, by another implementation of ChaCha8.
+    const FIXED: [[u32; 8]; 2] = [[3, 4, 0, 7, 2, 6, 5, 1], [4, 3, 2, 1, 6, 7, 0, 5]];
+
+    /// An epoch's order depends on (seed, epoch) alone, and never changes between versions: resuming
+    /// relies on it.
+    #[test]
+    fn the_order_is_fixed_for_good() {
+        let order = Order::new(7, 8, 3).unwrap();
+        assert_eq!(
+            order.epoch_order(0),
+            Order::new(7, 8, 1).unwrap().epoch_order(0)
+        );
+        assert_ne!(order.epoch_order(0), order.epoch_order(1));
+        assert_ne!(
+            order.epoch_order(0),
+            Order::new(8, 8, 1).unwrap().epoch_order(0)
+        );
+        assert_eq!([order.epoch_order(0), order.epoch_order(2)], FIXED);
+    }
+
+    #[test]
+    fn every_place_is_equally_likely() {
+        let mut counts = [[0u32; 5]; 5];
+        for seed in 0..20_000 {
+            let order = Order::new(seed, 5, 1).unwrap();
+            for (place, &unit) in order.epoch_order(0).iter().enumerate() {
+                counts[place][unit as usize] += 1;
+            }
+        }
+        // 4,000 expected, standard deviation 57.
+        for count in counts.into_iter().flatten() {
+            assert!((3_700..4_300).contains(&count), "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn limits_that_cannot_hold_refuse() {
+        let limits = PackLimits {
+            slot_tokens: 64,
+            unit_anchors: 16,
+            anchors: 8,
+        };
+        let refuse = |limits: PackLimits| {
+            pack_sizes(&[3], |d| info(d, (65, 9)), limits)
+                .unwrap_err()
+                .to_string()
+        };
+        assert_eq!(
+            refuse(limits),
+            "row 3 has 65 tokens, more than a slot's 64; raise --slot-tokens or lower --max-length to at most 64"
+        );
+        let more = PackLimits {
+            anchors: 17,
+            ..limits
+        };
+        assert!(refuse(more).contains("--anchors 17 is more than --unit-anchors 16"));
+        let none = PackLimits {
+            slot_tokens: 0,
+            ..limits
+        };
+        assert_eq!(refuse(none), "--slot-tokens must be at least 1");
+        assert!(Order::new(0, u32::MAX, 2).is_err());
+    }
+
+    #[test]
+    fn a_document_may_fill_a_unit_alone() {
+        let limits = PackLimits {
+            slot_tokens: 10,
+            unit_anchors: 4,
+            anchors: 4,
+        };
+        let units = packed(&[(10, 9), (1, 1), (9, 3), (5, 1)], limits);
+        let documents: Vec<&[u32]> = units.iter().map(|u| u.documents).collect();
+        assert_eq!(documents, [&[0][..], &[1, 2], &[3]]);
+        assert_eq!(units.max_documents(), 2);
+        assert_eq!(units.max_anchors(), 4);
+        assert_eq!(units.most_in_a_step(5), 2);
+        assert_eq!(units.most_in_a_step(6), 3);
+        assert_eq!(units.most_in_a_step(100), 3);
+    }
 }
