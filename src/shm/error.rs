@@ -142,6 +142,16 @@ pub enum ShmError {
         /// Element size of the segment.
         held: usize,
     },
+    /// A held-out unit is not there.
+    #[error(
+        "shared memory: held-out unit {unit} of {units} is not written; wait_eval names those that are"
+    )]
+    NotWritten {
+        /// Eval unit.
+        unit: u32,
+        /// How many there are.
+        units: u32,
+    },
     /// The launcher no longer counts this drafter as a member.
     #[error(
         "shared memory: drafter {rank} is not a member of generation {generation}; \

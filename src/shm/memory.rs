@@ -61,7 +61,7 @@ mod mapped {
             rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
                 .map_err(|e| system("fcntl(F_ADD_SEALS)", "the segment", e))?;
             let memory = Self::map(fd, geometry, layout, true)?;
-            memory.prefault(true);
+            memory.prefault();
             // SAFETY: the header lies at the start of the writable mapping, suitably aligned, and nobody else
             // knows of the segment yet.
             unsafe { memory.base.cast::<Header>().write(header) };
@@ -131,31 +131,32 @@ mod mapped {
             })
         }
 
-        /// Touches every page, with several threads, so that no first use pays for it.
-        pub(crate) fn prefault(&self, write: bool) {
+        /// Gives this process every page, with several threads, so that no first use pays for it.
+        pub(crate) fn prefault(&self) {
             let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
-            let pages = self.len / PAGE;
-            let per_thread = pages.div_ceil(threads).max(1);
-            let first = self.base.as_ptr() as usize;
+            let part = (self.len / PAGE).div_ceil(threads).max(1) * PAGE;
             std::thread::scope(|scope| {
-                for start in (0..pages).step_by(per_thread) {
-                    scope.spawn(move || {
-                        for page in start..(start + per_thread).min(pages) {
-                            let at = (first + page * PAGE) as *mut AtomicU64;
-                            // SAFETY: the page lies in the mapping; adding 0 changes nothing, whoever else is
-                            // using the word, and is only done where the mapping is writable.
-                            let word = unsafe { &*at };
-                            if write {
-                                word.fetch_add(0, std::sync::atomic::Ordering::Relaxed);
-                            } else {
-                                std::hint::black_box(
-                                    word.load(std::sync::atomic::Ordering::Relaxed),
-                                );
-                            }
-                        }
-                    });
+                for start in (0..self.len).step_by(part) {
+                    let len = part.min(self.len - start);
+                    scope.spawn(move || self.prefault_part(start, len));
                 }
             });
+        }
+
+        fn prefault_part(&self, start: usize, len: usize) {
+            // SAFETY: the part lies inside the mapping; populating changes no contents.
+            let populated = unsafe {
+                let at = self.base.as_ptr().add(start).cast();
+                rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxPopulateWrite)
+            };
+            if populated.is_ok() {
+                return;
+            }
+            // Before Linux 5.14: read a word of every page.
+            for page in (start..start + len).step_by(PAGE) {
+                let word = &self.slice::<AtomicU64>(page, 1)[0];
+                std::hint::black_box(word.load(std::sync::atomic::Ordering::Relaxed));
+            }
         }
 
         pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -300,7 +301,7 @@ mod heap {
             })
         }
 
-        pub(crate) fn prefault(&self, _write: bool) {}
+        pub(crate) fn prefault(&self) {}
 
         pub(crate) fn control(&self) -> &Control {
             &self.control

@@ -46,9 +46,8 @@
 //!
 //! fn drafter_loop(segment: &Segment, entry: Entry, save_every: u64) -> Result<()> {
 //!     let mut drafter = segment.drafter(0, 1, entry)?;
-//!     let Some(mut held_out) = drafter.wait_eval()? else { return drafter.leave() };
-//!     let Some(joined) = drafter.enter()? else { return drafter.leave() };
-//!     let mut joined = Some(joined);
+//!     let Some(_held_out) = drafter.wait_eval()? else { return drafter.leave() };
+//!     let Some(entered) = drafter.enter()? else { return drafter.leave() };
 //!     while entry == Entry::Replacement {
 //!         match drafter.receive_state(take_state)? {
 //!             Received::Done => break,
@@ -57,50 +56,69 @@
 //!         }
 //!     }
 //!     let mut gradient = vec![0f32; 1 << 20];
+//!     group_changed(&mut drafter, entered)?;
 //!     loop {
-//!         // After every change of the group: a new communicator where one is used, and weights for newcomers.
-//!         if let Some(Joined { send, .. }) = joined.take() {
-//!             if send != 0 { drafter.send_state(send, 123, fill_state)?; }
-//!         }
 //!         match drafter.take()? {
 //!             Take::Item(item) => { micro_step(drafter.view(&item)?, &mut gradient); continue }
-//!             Take::Joined(again) => { joined = Some(again); continue }
-//!             Take::Leave => return drafter.leave(),
+//!             Take::Joined(joined) => { group_changed(&mut drafter, joined)?; continue }
+//!             Take::Leave => break,
 //!             Take::Close => {}
 //!         }
-//!         if let Closed::Joined(again) = drafter.close(Vote::default())? { joined = Some(again); continue }
+//!         if let Closed::Joined(joined) = drafter.close(Vote::default())? {
+//!             group_changed(&mut drafter, joined)?;
+//!             continue;
+//!         }
 //!         let agreed = match drafter.wait_reduce()? {
 //!             Reduce::Agreed(agreed) => agreed,
-//!             Reduce::Joined(again) => { joined = Some(again); continue }
+//!             Reduce::Joined(joined) => { group_changed(&mut drafter, joined)?; continue }
+//!             Reduce::Leave => break,
 //!         };
-//!         // Nothing to reduce when nobody has items; otherwise the gradient sum, then the weight sum.
+//!         // Nobody has items: nothing to reduce, and no optimizer step.
 //!         let healthy = agreed.items() == 0 || drafter.all_reduce(&mut gradient)? == Reduced::Done;
 //!         match drafter.settle(healthy)? {
 //!             Settled::Committed => {
 //!                 if agreed.items() > 0 { optimizer_step(&gradient); }
 //!                 drafter.finish_step()?;
 //!                 gradient.fill(0.0);
+//!                 // Here: the line of trained.jsonl, `agreed.evaluate()`.
+//!                 if agreed.step % save_every == 0 { checkpoint(&mut drafter, false)?; }
 //!             }
-//!             Settled::Aborted(again) => { // the same items once more, from the same weights
-//!                 gradient.fill(0.0);
+//!             Settled::Aborted(joined) => {
+//!                 group_changed(&mut drafter, joined)?;
+//!                 gradient.fill(0.0); // the same items once more, from the same weights
 //!                 for item in drafter.items() { micro_step(drafter.view(item)?, &mut gradient); }
-//!                 joined = Some(again);
-//!                 continue;
 //!             }
-//!         }
-//!         // `agreed.evaluate()`: evaluate `held_out` here. A checkpoint:
-//!         while agreed.step % save_every == 0 || agreed.stop() {
-//!             match drafter.wait_save()? {
-//!                 Save::Write => { save(&segment.export_ledger(agreed.step)); drafter.mark_saved(agreed.step) }
-//!                 Save::NotMine => {}
-//!                 Save::Joined(again) => { joined = Some(again); break /* send, then look again */ }
-//!             }
-//!             match drafter.wait_saved(agreed.step)? { // only needed before leaving
-//!                 None => break,
-//!                 Some(again) => joined = Some(again),
-//!             }
+//!             Settled::Leave => break,
 //!         }
 //!     }
+//!     checkpoint(&mut drafter, true)?;
+//!     drafter.leave()
+//! }
+//!
+//! /// After every change of the group: weights for newcomers, and a new communicator where one is used.
+//! fn group_changed(drafter: &mut Drafter, joined: Joined) -> Result<()> {
+//!     if joined.send != 0 { drafter.send_state(joined.send, 123, fill_state)?; }
+//!     Ok(())
+//! }
+//!
+//! /// The lowest member writes; when the group changes, whoever is lowest then looks again.
+//! fn checkpoint(drafter: &mut Drafter, last: bool) -> Result<()> {
+//!     let step = drafter.committed();
+//!     while drafter.segment().saved() < step {
+//!         match drafter.wait_save()? {
+//!             Save::Write => {
+//!                 save(&drafter.segment().export_ledger(step));
+//!                 drafter.mark_saved(step);
+//!             }
+//!             Save::Joined(joined) => group_changed(drafter, joined)?,
+//!             Save::NotMine if !last => break,
+//!             // Nobody leaves while the last checkpoint could be lost.
+//!             Save::NotMine => if let Some(joined) = drafter.wait_saved(step)? {
+//!                 group_changed(drafter, joined)?;
+//!             },
+//!         }
+//!     }
+//!     Ok(())
 //! }
 //! ```
 //!
@@ -112,6 +130,7 @@ mod atomics;
 mod budget;
 mod drafter;
 mod error;
+mod eval;
 mod finish;
 mod geometry;
 mod label;

@@ -10,7 +10,7 @@ use bytemuck::Pod;
 
 use super::error::{Result, ShmError};
 use super::segment::Segment;
-use super::slot::checksum_bytes;
+use super::slot::{SlotHeader, checksum_bytes};
 
 /// Where the used parts of one payload lie.
 #[derive(Clone, Copy, Debug)]
@@ -185,6 +185,39 @@ impl<'a> View<'a> {
         // SAFETY: `new`'s contract.
         unsafe { self.payload.checksum() }
     }
+}
+
+/// # Safety
+/// The slot keeps its payload for as long as `'a`.
+pub(crate) unsafe fn view_of<'a>(segment: &'a Segment, slot: u32, header: &SlotHeader) -> View<'a> {
+    let payload = Payload::new(segment, slot, header.tokens, header.documents);
+    // SAFETY: the caller's.
+    unsafe { View::new(payload) }
+}
+
+/// The view, once its bytes match the published checksum (when payloads are checked).
+pub(crate) fn checked<'a>(
+    segment: &Segment,
+    slot: u32,
+    header: &SlotHeader,
+    view: View<'a>,
+) -> Result<View<'a>> {
+    if !segment.geometry().check_payload {
+        return Ok(view);
+    }
+    let (found, expected) = (view.checksum(), header.payload_sum);
+    if found == expected {
+        return Ok(view);
+    }
+    let (what, unit, producer) = ("the payload", header.unit, header.producer);
+    Err(ShmError::Corrupt {
+        what,
+        slot,
+        unit,
+        producer,
+        found,
+        expected,
+    })
 }
 
 /// A slot that this target is filling: nobody else looks at it until it is published.

@@ -4,11 +4,10 @@
 //! an idempotent compare-and-swap, so that an interrupted recovery is simply run again.
 
 use super::atomics::{AcqRel, Acquire, Relaxed, Release};
-use super::drafter::view_of;
 use super::error::{Result, ShmError};
 use super::label::{Label, label};
 use super::ledger::pending;
-use super::payload::View;
+use super::payload::{View, view_of};
 use super::seat::{Role, item_of};
 use super::segment::Segment;
 use super::slot::SlotHeader;
@@ -132,9 +131,19 @@ impl Recovery {
     /// member has sent it its state, which holds the step in GATHER.
     ///
     /// # Errors
-    /// [`ShmError::GenerationsExhausted`].
+    /// [`ShmError::OutOfOrder`] when there is no member that could send it; [`ShmError::GenerationsExhausted`].
     pub fn admit(&self, rank: u32, unique_id: Option<&[u8; UNIQUE_ID_BYTES]>) -> Result<()> {
-        let members = self.segment.step_word().members | 1 << rank;
+        let members = self.segment.step_word().members;
+        if members & !(1 << rank) == 0 {
+            let seat = self.segment.geometry().drafter_seat(rank);
+            let state = "no other drafter is a member; roll back instead".to_owned();
+            return Err(ShmError::OutOfOrder {
+                seat,
+                called: "admit",
+                state,
+            });
+        }
+        let members = members | 1 << rank;
         self.r0();
         self.r5(members, unique_id)?;
         self.r6(members);

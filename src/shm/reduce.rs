@@ -9,7 +9,7 @@ use super::seat::{Activity, SeatState};
 use super::segment::Segment;
 use super::step::ranks;
 use super::wake::{On, Until};
-use super::words::stamp;
+use super::words::{BudgetWord, stamp};
 
 /// Answer to a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl Drafter {
         let memory = segment.memory();
         let sum = memory.reduce_buffer(segment.geometry().drafters as usize);
         let len = piece.len();
-        // SAFETY, all copies of this function: the buffers hold `reduce_floats` elements, at least `len`.
+        // SAFETY: (also for the blocks below) the buffers hold `reduce_floats` elements, at least `len`.
         // Nobody else touches this rank's buffer before the first barrier, nor the sum outside the slice
         // that its member owns between the barriers. A member in another generation cannot be in REDUCE
         // before this one has left this function, since REDUCE needs its g1.
@@ -145,7 +145,8 @@ impl Drafter {
         let members = self.agreed;
         let late = |rank: &u32| {
             let word = words[*rank as usize].barrier.load(Acquire);
-            word < mine
+            // Of another step or generation, or not as far.
+            BudgetWord::unpack(word).anchors < self.barriers || word >> 26 != mine >> 26
         };
         let until = self.reduce_deadline.map(|deadline| Until {
             what: "the all-reduce",

@@ -85,6 +85,7 @@ impl Segment {
             members: (1 << geometry.drafters) - 1,
         };
         segment.store_step(first);
+        segment.mark_saved(geometry.first_step - 1);
         Ok(segment)
     }
 
@@ -115,7 +116,7 @@ impl Segment {
 
     /// Touches every page in this process, so that no copy pays for a page fault.
     pub fn prefault(&self) {
-        self.memory().prefault(true);
+        self.memory().prefault();
     }
 
     pub(crate) fn memory(&self) -> &Memory {
