@@ -10,10 +10,12 @@
 //! device can do wrong. [`cpu`] is the readable reference; every implementation passes one conformance suite.
 
 pub mod cpu;
+mod encoding;
 mod tensor;
 
 use std::time::Duration;
 
+pub use encoding::Encoding;
 pub use tensor::{Storage, Tensor, View, ViewMut};
 
 /// What an engine can do wrong at run time.
@@ -313,6 +315,31 @@ pub trait Engine: Sized + 'static {
     fn write_float(&self, dst: FloatMut<'_, Self>, values: &[f32]) -> Result<(), EngineError>;
     /// Overwrites a compute view from float32 on the host.
     fn write_half(&self, dst: HalfMut<'_, Self>, values: &[f32]) -> Result<(), EngineError>;
+    /// Overwrites a compute view from the bytes of a file: `rows * cols` numbers, row by row.
+    fn decode_half(
+        &self,
+        mut dst: HalfMut<'_, Self>,
+        encoding: Encoding,
+        bytes: &[u8],
+    ) -> Result<(), EngineError> {
+        const PIECE: usize = 1 << 20;
+        let (rows, cols) = (dst.rows, dst.cols);
+        let size = encoding.bytes();
+        assert_eq!(
+            bytes.len(),
+            rows * cols * size,
+            "bytes of a [{rows}, {cols}] matrix"
+        );
+        let per = (PIECE / cols.max(1)).max(1);
+        let mut values = vec![0.0; per.min(rows) * cols];
+        for begin in (0..rows).step_by(per) {
+            let end = rows.min(begin + per);
+            let values = &mut values[..(end - begin) * cols];
+            encoding.decode(&bytes[begin * cols * size..end * cols * size], values);
+            self.write_half(dst.reborrow().row_range(begin, end), values)?;
+        }
+        Ok(())
+    }
     /// Waits and reads back as float32.
     fn download_half(&self, src: HalfView<'_, Self>) -> Result<Vec<f32>, EngineError>;
     /// Waits and reads back.

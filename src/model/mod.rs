@@ -1,3 +1,18 @@
 //! Target and drafter networks, written once over the engine: configs, weights, forward, backward, losses.
 
+pub mod config;
+pub mod decoder;
 pub mod drafter;
+mod error;
+pub mod rotary;
+pub mod target;
+#[cfg(test)]
+pub(crate) mod testing;
+pub mod weights;
+
+pub use config::{Family, TargetConfig};
+pub use decoder::{Shape, Step, TargetDecoder};
+pub use error::{ModelError, Problems};
+pub use rotary::{Rope, RotaryTables};
+pub use target::{Captured, Target, TargetHead, TargetNeeds};
+pub use weights::TargetFiles;
