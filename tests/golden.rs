@@ -2,7 +2,9 @@
 
 mod golden_support;
 
-use golden_support::{Golden, GoldenFile, json, relative, worst_row};
+use std::path::Path;
+
+use golden_support::{Golden, GoldenFile, json, relative, skipped, worst_row};
 use serde_json::Value;
 use slipstream::engine::cpu::Cpu;
 use slipstream::engine::{Engine, LossOptions};
@@ -10,6 +12,7 @@ use slipstream::eval::tree::{SlotRanks, build_tree, rank_logits};
 use slipstream::model::drafter::{
     Document, DrafterConfig, DrafterModel, LayerType, Params, Tables, default_target_layer_ids,
 };
+use slipstream::model::{Captured, Target, TargetFiles, TargetNeeds};
 use slipstream::train::micro_step::{UnitBatch, micro_step};
 
 /// The drafter of a loss file's own `config`, with `captured` layers.
@@ -233,5 +236,98 @@ fn ddtree() {
             .collect();
         let expected: Vec<[u32; 3]> = serde_json::from_value(case["nodes"].clone()).unwrap();
         assert_eq!(nodes, expected, "case {number}");
+    }
+}
+
+/// A target's captured layers, final hidden state and logits for the ids of a golden file.
+fn check_target_file(name: &str, dir: &Path) {
+    let Some(expected) = GoldenFile::open(name) else {
+        return;
+    };
+    let engine = Cpu::new(1).unwrap();
+    let files = TargetFiles::open(dir, false).unwrap();
+    let layers: Vec<usize> = serde_json::from_value(expected.meta("layers").clone()).unwrap();
+    let needs = TargetNeeds {
+        capture: layers.clone(),
+        final_hidden: true,
+        lm_head: true,
+    };
+    let mut target = Target::load(&engine, &files, needs).unwrap();
+    let ids = expected.get("ids").u32();
+    let (tokens, hidden) = (ids.len(), target.config().hidden_size);
+    // The document twice in one pack, the second behind a shorter one: packing must not matter.
+    let packed = [&ids[..], &ids[..tokens / 2], &ids[..]].concat();
+    let second = tokens + tokens / 2;
+    let offsets = [0, tokens as u32, second as u32, packed.len() as u32];
+    let mut states = engine.half(packed.len(), layers.len() * hidden).unwrap();
+    let mut last = engine.half(packed.len(), hidden).unwrap();
+    let out = Captured {
+        states: states.view_mut(),
+        final_hidden: Some(last.view_mut()),
+    };
+    target.prefill(&engine, &packed, &offsets, out).unwrap();
+    let vocabulary = target.config().vocab_size;
+    for first in [0, second] {
+        let close = |what: &str, got: &[f32], want: &[f64]| {
+            let off = worst_row(got, want, want.len() / tokens);
+            assert!(off <= 1e-4, "{name}: {what} is off by {off:e}");
+        };
+        let all = expected.get("layer_outputs");
+        assert_eq!(all.shape, [layers.len(), tokens, hidden], "{name}");
+        for (slot, layer) in layers.iter().enumerate() {
+            let view = states.rows_view(first, first + tokens);
+            let view = view.col_range(slot * hidden, (slot + 1) * hidden);
+            let got = engine.download_half(view).unwrap();
+            let want = &all.values[slot * tokens * hidden..][..tokens * hidden];
+            close(&format!("layer {layer}"), &got, want);
+        }
+        let view = last.rows_view(first, first + tokens);
+        let got = engine.download_half(view).unwrap();
+        close("final hidden", &got, &expected.get("final_hidden").values);
+
+        let mut logits = engine.float(tokens, vocabulary).unwrap();
+        let head = target.head().unwrap().lm_head();
+        engine.logits(view, head, logits.view_mut()).unwrap();
+        let logits = engine.download_float(logits.view()).unwrap();
+        if expected.has("logits") {
+            close("logits", &logits, &expected.get("logits").values);
+        }
+        if expected.has("top_logits") {
+            let (top, ids) = (expected.get("top_logits"), expected.get("top_ids").u32());
+            let best = top.shape[1];
+            let got: Vec<f32> = ids
+                .iter()
+                .enumerate()
+                .map(|(i, &id)| logits[i / best * vocabulary + id as usize])
+                .collect();
+            close("top logits", &got, &top.values);
+            for (row, ids) in logits.chunks(vocabulary).zip(ids.chunks(best)) {
+                let above = row.iter().filter(|&&z| z > row[ids[0] as usize]).count();
+                assert_eq!(
+                    above, 0,
+                    "{name}: another token is more likely than {}",
+                    ids[0]
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn target_tiny() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    check_target_file("target_tiny.safetensors", &root.join("assets/tiny-target"));
+}
+
+#[test]
+fn target_smollm2() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/smollm2");
+    if dir.is_dir() {
+        check_target_file("target_smollm2.safetensors", &dir);
+    } else {
+        skipped(&format!(
+            "target_smollm2: {} is absent; scripts/get-smollm2.sh makes it",
+            dir.display()
+        ));
     }
 }
