@@ -3,6 +3,7 @@
 pub mod config;
 pub mod decoder;
 pub mod drafter;
+mod end_tokens;
 mod error;
 pub mod rotary;
 pub mod target;
@@ -12,6 +13,7 @@ pub mod weights;
 
 pub use config::{Family, TargetConfig};
 pub use decoder::{Shape, Step, TargetDecoder};
+pub use end_tokens::end_token_ids;
 pub use error::{ModelError, Problems};
 pub use rotary::{Rope, RotaryTables};
 pub use target::{Captured, Target, TargetHead, TargetNeeds};
