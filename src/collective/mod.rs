@@ -1,1 +1,44 @@
-//! All-reduce and broadcast between drafters: shared memory on CPUs, NCCL on GPUs.
+//! Sums over all drafters: shared memory on CPUs, NCCL on GPUs.
+//!
+//! A collective runs between [`Drafter::wait_reduce`] and [`Drafter::settle`] only, when all members are known to
+//! be there; what it returns is agreed on by the step word, never by itself.
+
+mod shared;
+
+pub use shared::SharedMemory;
+
+use crate::engine::{Engine, EngineError, Float};
+use crate::shm::{Drafter, Joined, Reduced, ShmError};
+
+/// What a collective can do wrong. A member's death is no error: see [`Reduced::Moved`].
+#[derive(Debug, thiserror::Error)]
+pub enum CollectiveError {
+    /// Shared memory.
+    #[error(transparent)]
+    Shm(#[from] ShmError),
+    /// The engine.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+/// All-reduce over the members of a step.
+pub trait Collective<E: Engine> {
+    /// The group formed (again): an earlier communicator is dead.
+    ///
+    /// # Errors
+    /// The new communicator cannot be made.
+    fn regroup(&mut self, engine: &E, joined: &Joined) -> Result<(), CollectiveError>;
+
+    /// Sums the gradients `[1, P]` and the few float32 `totals` over all members, in place and in rank order. All
+    /// members call it with equal lengths. On [`Reduced::Moved`] both are garbage.
+    ///
+    /// # Errors
+    /// Anything but a change of the group.
+    fn all_reduce(
+        &mut self,
+        engine: &E,
+        seat: &mut Drafter,
+        gradients: &mut Float<E>,
+        totals: &mut [f32],
+    ) -> Result<Reduced, CollectiveError>;
+}

@@ -14,6 +14,27 @@ pub struct LedgerImage {
 }
 
 impl LedgerImage {
+    /// The words as bytes, little-endian, 8 each.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.words
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect()
+    }
+
+    /// The reverse of [`LedgerImage::to_bytes`]; `None` for bytes that are no whole words.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (words, rest) = bytes.as_chunks::<8>();
+        let words = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        rest.is_empty().then_some(Self { words })
+    }
+
+    /// Whether a unit is DONE.
+    pub fn is_done(&self, unit: u64) -> bool {
+        let word = self.words.get(unit as usize);
+        word.is_some_and(|&word| LedgerWord::unpack(word).state == UnitState::Done)
+    }
+
     /// Units that are DONE.
     pub fn done(&self) -> u64 {
         let done = |word: &&u64| LedgerWord::unpack(**word).state == UnitState::Done;
