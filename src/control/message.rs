@@ -129,17 +129,41 @@ pub struct StepReport {
     pub units: Vec<(u32, Vec<u64>)>,
 }
 
-/// The held-out documents, evaluated by the decoding walk.
+/// One drafter's share of the held-out documents, evaluated by the decoding walk; shares add up.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
     /// After this step; 0 is before training.
     pub step: u32,
-    /// Tokens divided by rounds of the walk.
-    pub accepted_length: f64,
     /// Documents walked.
     pub documents: u64,
-    /// Tokens walked.
+    /// Tokens that the chain's walk produced.
     pub tokens: u64,
+    /// Rounds that it took.
+    pub rounds: u64,
+    /// Of draft trees: budget, tokens, rounds.
+    pub trees: Vec<(u32, u64, u64)>,
+}
+
+impl Evaluation {
+    /// Adds another share of the same evaluation.
+    pub fn add(&mut self, share: Self) {
+        self.step = share.step;
+        self.documents += share.documents;
+        self.tokens += share.tokens;
+        self.rounds += share.rounds;
+        if self.trees.is_empty() {
+            self.trees = share.trees;
+        } else {
+            for (mine, other) in self.trees.iter_mut().zip(share.trees) {
+                *mine = (mine.0, mine.1 + other.1, mine.2 + other.2);
+            }
+        }
+    }
+
+    /// Tokens a round of the chain; `None` without rounds.
+    pub fn accepted_length(&self) -> Option<f64> {
+        (self.rounds > 0).then(|| self.tokens as f64 / self.rounds as f64)
+    }
 }
 
 /// From a worker to the launcher.
@@ -165,7 +189,7 @@ pub enum FromWorker {
     Ready(Loaded),
     /// A step was committed (sent by one drafter).
     Step(StepReport),
-    /// The held-out documents were evaluated (sent by one drafter).
+    /// A share of the held-out documents was evaluated.
     Evaluation(Evaluation),
     /// A checkpoint is complete.
     CheckpointSaved {

@@ -18,7 +18,16 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 
 /// Largest resident memory so far, in bytes.
 pub fn peak_memory(pid: u32) -> Option<u64> {
-    let text = status_field(pid, "VmHWM:")?;
+    status_bytes(pid, "VmHWM:")
+}
+
+/// Resident memory now, in bytes.
+pub fn resident_memory(pid: u32) -> Option<u64> {
+    status_bytes(pid, "VmRSS:")
+}
+
+fn status_bytes(pid: u32, name: &str) -> Option<u64> {
+    let text = status_field(pid, name)?;
     let kilobytes: u64 = text.split_whitespace().next()?.parse().ok()?;
     Some(kilobytes * 1024)
 }
