@@ -1,1 +1,16 @@
-fn main() {}
+//! The launcher: everything a person does goes through it.
+
+use std::process::ExitCode;
+
+use slipstream::launch::cli::{self, Invocation};
+use slipstream::launch::{evaluate, export, run};
+
+fn main() -> ExitCode {
+    let code = match cli::parse(std::env::args_os()) {
+        Err(error) => error.report(),
+        Ok(Invocation::Train(options)) => run::train(&options),
+        Ok(Invocation::Eval(options)) => evaluate::evaluate(&options),
+        Ok(Invocation::Export(options)) => export::export(&options),
+    };
+    ExitCode::from(code)
+}

@@ -180,6 +180,8 @@ pub struct EvalOptions {
     pub chat_template: Option<PathBuf>,
     /// Most prompts.
     pub documents: usize,
+    /// Node budgets of draft trees to decode with too.
+    pub trees: Vec<usize>,
     /// Longest answer in tokens.
     pub max_new_tokens: usize,
     /// Where to write the figures.
@@ -468,7 +470,11 @@ impl EvalOptions {
     /// # Errors
     ///
     /// Every value that could not be understood.
-    pub fn resolve(checkpoint: PathBuf, values: Values) -> Result<Self, Vec<Mistake>> {
+    pub fn resolve(checkpoint: PathBuf, mut values: Values) -> Result<Self, Vec<Mistake>> {
+        let trees = values.ints("tree").unwrap_or_default();
+        if trees.iter().any(|nodes| !(1..=4096).contains(nodes)) {
+            values.wrong("tree", "must be numbers of nodes from 1 to 4096");
+        }
         if !values.mistakes.is_empty() {
             return Err(values.mistakes);
         }
@@ -478,6 +484,7 @@ impl EvalOptions {
             data: paths(&values, "data"),
             chat_template: path(&values, "chat-template"),
             documents: size(&values, "documents").expect(IN_TABLE),
+            trees: trees.into_iter().map(|nodes| nodes as usize).collect(),
             max_new_tokens: size(&values, "max-new-tokens").expect(IN_TABLE),
             json: path(&values, "json"),
             quiet: values.switch("quiet"),

@@ -106,6 +106,15 @@ pub struct TemplatePlan {
     pub kwargs: BTreeMap<String, String>,
 }
 
+impl TemplatePlan {
+    /// The variables, as JSON values.
+    pub fn arguments(&self) -> Vec<(String, serde_json::Value)> {
+        let value = |text: &String| serde_json::from_str(text).unwrap_or_default();
+        let pair = |(key, text): (&String, &String)| (key.clone(), value(text));
+        self.kwargs.iter().map(pair).collect()
+    }
+}
+
 /// The frozen model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -388,7 +397,16 @@ impl Plan {
             path: path.to_owned(),
             source,
         })?;
-        toml::from_str(&text).map_err(|error| PlanError::Form {
+        Self::parse(&text, path)
+    }
+
+    /// Understands the text of a plan.toml that lies at `path`.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::Form`].
+    pub fn parse(text: &str, path: &Path) -> Result<Self, PlanError> {
+        toml::from_str(text).map_err(|error| PlanError::Form {
             path: path.to_owned(),
             what: error.message().to_owned(),
         })

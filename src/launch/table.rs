@@ -491,6 +491,13 @@ pub static EVAL: &[Group] = &[Group {
         ),
         Flag::new("documents", "N", int(1, MANY), Is("64"), "Most prompts"),
         Flag::new(
+            "tree",
+            "N,N,…",
+            Kind::Ints,
+            Later("only the chain"),
+            "Also decode with draft trees of so many nodes, 1 to 4096",
+        ),
+        Flag::new(
             "max-new-tokens",
             "N",
             int(1, MANY),

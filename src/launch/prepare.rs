@@ -1,0 +1,460 @@
+//! From options to a run that can start: files are read and compared, work is packed, everything is decided.
+//!
+//! Problems of files, model and data are collected and refused together, before anything is started.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::options::Options;
+use super::output::{Existing, OutputDir, OutputError, cut_after_step};
+use super::places::{self, CostModel, RoleCost};
+use super::plan::{Facts, Plan};
+use crate::data::split::SplitOptions;
+use crate::data::units::{PackLimits, write_units};
+use crate::data::{
+    self, DataReport, MaskTokenRequest, ModelVocabulary, PrepareRequest, Prepared as TokenisedSet,
+    Progress, TextOptions, Workload, WorkloadSpec, demo,
+};
+use crate::model::drafter::{DraftOptions, DrafterConfig, ParamLayout};
+use crate::model::{TargetConfig, TargetFiles, end_token_ids};
+use crate::monitor::console::Console;
+use crate::shm::{Dtype, Geometry, LedgerImage, units_per_step};
+use crate::train::checkpoint::newest_checkpoint;
+use crate::worker::drafter::reduce_floats;
+use crate::worker::{Saving, Start, WorkerPlan};
+
+/// Bytes of a piece of state on its way to a drafter that joins.
+const BROADCAST_BYTES: u64 = 4 << 20;
+/// Held-out documents at least, where the set is large enough.
+const HELD_OUT: usize = 16;
+
+/// Everything that is wrong with what was given; one line each.
+#[derive(Debug)]
+pub struct Refusal(pub Vec<String>);
+
+impl<E: std::error::Error> From<E> for Refusal {
+    fn from(error: E) -> Self {
+        Self(vec![error.to_string()])
+    }
+}
+
+/// A run that can start.
+pub struct Prepared {
+    /// Its output directory.
+    pub output: OutputDir,
+    /// The resolved plan.
+    pub plan: Plan,
+    /// What workers are told; seat and incarnation are filled in for each.
+    pub worker: WorkerPlan,
+    /// Its work.
+    pub work: Workload,
+    /// Its shared memory.
+    pub geometry: Geometry,
+    /// What the data held.
+    pub report: DataReport,
+    /// The ledger to go on from.
+    pub ledger: Option<LedgerImage>,
+    /// Steps that are done already.
+    pub first_step: u64,
+}
+
+/// Reads, compares and decides everything; starts nothing.
+///
+/// # Errors
+/// [`Refusal`]: all problems that could be seen.
+pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal> {
+    let mut problems: Vec<String> = options
+        .missing_files()
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    let path = options
+        .output
+        .dir
+        .clone()
+        .unwrap_or_else(|| OutputDir::free_name(&options.default_name()));
+    let existing = match (options.output.resume, options.output.overwrite) {
+        (true, _) => Existing::Resume,
+        (_, true) => Existing::Overwrite,
+        _ => Existing::Refuse,
+    };
+    let source = sources(options)?;
+    let requests = requests(options, &source);
+    if problems.is_empty() {
+        let problem = |error: &data::DataError| error.to_string();
+        for request in &requests {
+            problems.extend(data::check(request).iter().map(problem));
+        }
+        if let Err(error) = TargetFiles::open(&source.model, options.target.assume_tied) {
+            problems.push(error.to_string());
+        }
+    }
+    problems.dedup();
+    if !problems.is_empty() {
+        return Err(Refusal(problems));
+    }
+    let output = OutputDir::take(&path, existing)?;
+
+    let files = TargetFiles::open(&source.model, options.target.assume_tied)?;
+    let target = files.config();
+    let embedding_rows = target.vocab_size;
+    let sets = requests
+        .iter()
+        .map(|request| tokenise(request, console))
+        .collect::<Result<Vec<_>, _>>()?;
+    let set = &sets[0];
+    data::check_vocabulary(
+        &set.tokenizer,
+        &ModelVocabulary {
+            embedding_rows,
+            eos_ids: &end_token_ids(&source.model),
+        },
+    )?;
+    let all: Vec<&data::TokenSet> = sets.iter().map(|set| &set.set).collect();
+    let file = read_draft_config(options.drafter.config.as_deref())?;
+    let sizes = target.sizes();
+    let mask_token = data::choose_mask_token(&MaskTokenRequest {
+        given: options
+            .drafter
+            .mask_token_id
+            .or_else(|| file.as_ref().and_then(mask_token_of)),
+        tokenizer: &set.tokenizer,
+        embedding_rows,
+        sets: &all,
+        template_ids: &[],
+    })?;
+    let drafter = DrafterConfig::for_target(
+        &sizes,
+        mask_token,
+        &DraftOptions {
+            file,
+            layers: options.drafter.layers,
+            block_size: options.drafter.block_size,
+            target_layers: options
+                .drafter
+                .target_layers
+                .as_ref()
+                .map(|ids| ids.iter().map(|&id| id as usize).collect()),
+            sliding_window: options.drafter.sliding_window,
+        },
+    )?;
+
+    let spec = WorkloadSpec {
+        tokens: set.cache_path.clone(),
+        eval_tokens: sets.get(1).map(|set| set.cache_path.clone()),
+        split: SplitOptions {
+            fraction: options.data.eval_fraction,
+            at_least: HELD_OUT,
+            tokens: options.data.eval_tokens as u64,
+            seed: options.data.seed,
+        },
+        limits: PackLimits {
+            slot_tokens: options.ring.slot_tokens as u32,
+            unit_anchors: options.ring.unit_anchors as u32,
+            anchors: options.training.anchors as u32,
+        },
+        epochs: options.training.epochs,
+    };
+    let work = Workload::open(&spec)?;
+
+    let (targets, drafters) = (options.places.targets, options.places.drafters);
+    let places = places::cpu_places(
+        places::machine_threads(),
+        targets,
+        drafters,
+        predicted_cost(target, &drafter, &work),
+    );
+    let per_step = units_per_step(
+        work.units.iter().map(|unit| unit.anchors),
+        options.training.epochs,
+        options.training.batch_anchors,
+    );
+    let (_, default_slots) = places::ring_slots(per_step as usize, drafters, targets);
+    let slots = options.ring.slots.unwrap_or(default_slots);
+
+    let target_hash = files.hash();
+    let template_hash = set
+        .template
+        .as_ref()
+        .map_or("raw text".to_owned(), |template| {
+            template.hash().to_string()
+        });
+    let config = drafter.to_json("bfloat16").to_string();
+    let plan = Plan::new(
+        options,
+        Facts {
+            data: fingerprint(&all),
+            template: template_hash.clone(),
+            target: target_hash.clone(),
+            drafter: blake3::hash(config.as_bytes()).to_string(),
+            layers: drafter.num_hidden_layers,
+            block_size: drafter.block_size,
+            target_layers: drafter
+                .target_layer_ids
+                .iter()
+                .map(|&id| id as u32)
+                .collect(),
+            sliding_window: drafter.sliding_window,
+            mask_token_id: mask_token,
+            ring_slots: slots,
+            output: output.path().to_owned(),
+            places,
+        },
+    );
+    let (start, ledger, first_step) = beginning(options, &output, &plan, console)?;
+
+    let geometry = Geometry {
+        targets: targets as u32,
+        drafters: drafters as u32,
+        slots: slots as u32,
+        units: u64::from(work.order.len()),
+        eval_units: work.eval_units.len(),
+        slot_tokens: work.slot_tokens(),
+        slot_documents: work.slot_documents(),
+        captured_width: (drafter.captured() * drafter.hidden_size) as u32,
+        hidden: drafter.hidden_size as u32,
+        final_hidden: options.loss.use_soft_labels,
+        dtype: Dtype::F32,
+        batch_anchors: options.training.batch_anchors,
+        units_per_step: per_step,
+        reduce_floats: if drafters > 1 {
+            reduce_floats(&drafter)
+        } else {
+            1024
+        },
+        broadcast_bytes: BROADCAST_BYTES,
+        check_payload: options.ring.check_payload,
+        first_step: first_step + 1,
+    };
+    geometry.check()?;
+    let worker = WorkerPlan {
+        seat: 0,
+        incarnation: 1,
+        run_id: String::new(),
+        target: source.model.clone(),
+        assume_tied: options.target.assume_tied,
+        prefill_tokens: options.ring.prefill_tokens,
+        drafter: config,
+        work: spec,
+        seed: options.data.seed,
+        anchors: options.training.anchors,
+        loss: options.loss,
+        optimizer: options.optimizer.clone(),
+        start,
+        max_steps: options.training.max_steps.map(u64::from),
+        eval_every: options.output.eval_every.map(u64::from),
+        saving: Saving {
+            folder: output.checkpoints(),
+            every: options.output.save_every.map(u64::from),
+            keep: options.output.keep,
+            plan: plan.to_toml(),
+            plan_hash: plan.hash(),
+            target_hash,
+            template_hash,
+        },
+    };
+    write_units(
+        &output.file("units.jsonl"),
+        work.set(),
+        &work.units,
+        &work.order,
+    )?;
+    output.write_whole("plan.toml", &plan.to_toml())?;
+    let report = sets
+        .into_iter()
+        .next()
+        .map(|set| set.report)
+        .unwrap_or_default();
+    Ok(Prepared {
+        output,
+        plan,
+        worker,
+        work,
+        geometry,
+        report,
+        ledger,
+        first_step,
+    })
+}
+
+/// Where model and conversations lie.
+struct Sources {
+    model: PathBuf,
+    data: Vec<PathBuf>,
+}
+
+/// The demo's are written to the cache, since they are part of this program.
+fn sources(options: &Options) -> Result<Sources, Refusal> {
+    let mut data = options.data.files.clone();
+    let model = match &options.target.model {
+        Some(model) => model.clone(),
+        None => {
+            let demo = demo::write(&data::default_cache_dir().join("demo"))?;
+            if data.is_empty() {
+                data.push(demo.data);
+            }
+            demo.model_dir
+        }
+    };
+    Ok(Sources { model, data })
+}
+
+fn requests(options: &Options, source: &Sources) -> Vec<PrepareRequest> {
+    let request = |files: &[PathBuf], flag| PrepareRequest {
+        data: files.to_vec(),
+        flag,
+        model_dir: source.model.clone(),
+        chat_template: options.target.chat_template.clone(),
+        options: TextOptions {
+            max_length: options.data.max_length,
+            min_loss_tokens: options.data.min_loss_tokens,
+            last_turn_only: options.data.last_turn_only,
+            raw_text: options.data.raw_text,
+            template_kwargs: options.data.template_kwargs.clone(),
+        },
+        cache_dir: data::default_cache_dir(),
+    };
+    let mut requests = vec![request(&source.data, "--data")];
+    if !options.data.eval_files.is_empty() {
+        requests.push(request(&options.data.eval_files, "--eval-data"));
+    }
+    requests
+}
+
+fn tokenise(request: &PrepareRequest, console: &Console) -> Result<TokenisedSet, Refusal> {
+    let mut spoken = Instant::now();
+    let mut progress = |now: Progress| {
+        if spoken.elapsed() > Duration::from_secs(2) {
+            spoken = Instant::now();
+            let share = 100.0 * now.bytes as f64 / now.total_bytes.max(1) as f64;
+            console.line(&format!("tokenising: {share:.0} %, {} rows", now.rows));
+        }
+        ControlFlow::Continue(())
+    };
+    let set = data::prepare(request, &mut progress)?;
+    let report = &set.report;
+    let again = if set.reused {
+        ", tokenised earlier"
+    } else {
+        ""
+    };
+    console.line(&format!(
+        "data: {} rows, {} documents, {} tokens of which {} supervised{again}",
+        report.rows, report.documents, report.tokens, report.supervised
+    ));
+    for line in report.notes().iter().chain(&report.example_lines()) {
+        console.line(&format!("  {line}"));
+    }
+    Ok(set)
+}
+
+fn fingerprint(sets: &[&data::TokenSet]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for set in sets {
+        hasher.update(set.content_hash().as_bytes());
+    }
+    hasher.finalize().to_string()
+}
+
+type DraftFile = serde_json::Map<String, serde_json::Value>;
+
+fn read_draft_config(path: Option<&Path>) -> Result<Option<DraftFile>, Refusal> {
+    let Some(path) = path else {
+        return Ok(None);
+    };
+    let refuse = |what: String| Refusal(vec![format!("--draft-config {}: {what}", path.display())]);
+    let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
+    serde_json::from_str(&text)
+        .map(Some)
+        .map_err(|error| refuse(error.to_string()))
+}
+
+fn mask_token_of(file: &DraftFile) -> Option<u32> {
+    let id = file.get("dflash_config")?.get("mask_token_id")?.as_u64()?;
+    u32::try_from(id).ok()
+}
+
+/// Predicted operations of both roles over an average document.
+fn predicted_cost(target: &TargetConfig, drafter: &DrafterConfig, work: &Workload) -> RoleCost {
+    let documents: f64 = work
+        .units
+        .iter()
+        .map(|unit| unit.documents.len() as f64)
+        .sum();
+    let documents = documents.max(1.0);
+    let layers = drafter
+        .target_layer_ids
+        .iter()
+        .max()
+        .map_or(0, |last| last + 1);
+    let context = drafter.captured() * drafter.hidden_size * drafter.hidden_size
+        + 2 * drafter.num_hidden_layers
+            * drafter.hidden_size
+            * drafter.num_key_value_heads
+            * drafter.head_dim;
+    let model = CostModel {
+        target_parameters: target.layer_parameters() as f64 * layers as f64,
+        drafter_parameters: (ParamLayout::new(drafter).len() - context) as f64,
+        hidden: drafter.hidden_size as f64,
+        captured: drafter.captured() as f64,
+        layers: drafter.num_hidden_layers as f64,
+        key_value: (drafter.num_key_value_heads * drafter.head_dim) as f64,
+        vocabulary: drafter.vocab_size as f64,
+        block: drafter.block_size as f64,
+    };
+    model.of_document(
+        work.units.total_tokens() as f64 / documents,
+        work.units.total_anchors() as f64 / documents,
+    )
+}
+
+/// Where the drafter's values come from: the seed, another checkpoint's weights, or this run's checkpoint.
+fn beginning(
+    options: &Options,
+    output: &OutputDir,
+    plan: &Plan,
+    console: &Console,
+) -> Result<(Start, Option<LedgerImage>, u64), Refusal> {
+    if !options.output.resume {
+        let start = match &options.drafter.init_from {
+            Some(path) => Start::Weights(path.clone()),
+            None => Start::Fresh,
+        };
+        return Ok((start, None, 0));
+    }
+    let Some(found) = newest_checkpoint(&output.checkpoints())? else {
+        let path = output.checkpoints();
+        let what = format!("{} holds no checkpoint to resume from", path.display());
+        return Err(Refusal(vec![what]));
+    };
+    for error in &found.passed_over {
+        console.warn(&error.to_string());
+    }
+    let checkpoint = found.checkpoint;
+    if checkpoint.record.plan_hash != plan.hash() {
+        let then = Plan::parse(&checkpoint.record.plan, &checkpoint.path)?;
+        let mut lines = vec![format!(
+            "{} was made under another plan; start anew, or go on with what it was made with:",
+            checkpoint.path.display()
+        )];
+        lines.extend(then.diff(plan));
+        return Err(Refusal(lines));
+    }
+    let step = checkpoint.state.progress.step;
+    let ledger = LedgerImage::from_bytes(&checkpoint.record.ledger).ok_or_else(|| {
+        Refusal(vec![format!(
+            "{}: its ledger cannot be read",
+            checkpoint.path.display()
+        )])
+    })?;
+    let cut =
+        |name: &str| -> Result<(), OutputError> { cut_after_step(&output.file(name), step as u32) };
+    cut("trained.jsonl")?;
+    cut("metrics.jsonl")?;
+    console.line(&format!(
+        "resuming from {}, after step {step}",
+        checkpoint.path.display()
+    ));
+    Ok((Start::Resume(checkpoint.path), Some(ledger), step))
+}
