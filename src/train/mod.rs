@@ -9,3 +9,6 @@ pub mod optimizer;
 pub mod options;
 pub mod schedule;
 pub mod tensors;
+
+#[cfg(test)]
+mod tests;

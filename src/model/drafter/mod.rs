@@ -9,6 +9,8 @@ pub mod config;
 mod forward;
 pub mod params;
 pub mod plan;
+#[cfg(test)]
+pub(crate) mod tests;
 mod workspace;
 
 use crate::engine::{

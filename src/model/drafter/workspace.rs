@@ -328,3 +328,58 @@ pub(super) fn training_elements(config: &DrafterConfig, tokens: usize, rows: usi
         + tokens * (2 * s.hidden + s.kv + 2 * s.layers * s.kv);
     context + s.layers * layer + shared + gradients
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    impl<S: Storage> Buffer<S> {
+        fn len(&self) -> usize {
+            self.tensor.as_ref().map_or(0, Tensor::cols)
+        }
+    }
+
+    /// Elements that are really held.
+    pub(in crate::model::drafter) fn held<E: Engine>(
+        context: &ContextActivations<E>,
+        blocks: &BlockActivations<E>,
+        d: &Gradients<E>,
+    ) -> usize {
+        let layer = |l: &LayerActivations<E>| {
+            let half = [
+                &l.h_in,
+                &l.x,
+                &l.q_raw,
+                &l.q,
+                &l.kv,
+                &l.k,
+                &l.attention,
+                &l.h_mid,
+                &l.y,
+                &l.gate_up,
+            ];
+            half.iter().map(|b| b.len()).sum::<usize>() + l.lse.len()
+        };
+        let context_buffers = [&context.fc, &context.c, &context.kv];
+        let shared = [&blocks.act, &blocks.h_out, &blocks.hidden];
+        let gradients = [
+            &d.hidden,
+            &d.h,
+            &d.x,
+            &d.act,
+            &d.gate_up,
+            &d.attention,
+            &d.q,
+            &d.q_raw,
+            &d.k,
+            &d.kv,
+            &d.context_k,
+            &d.context_kv,
+            &d.context,
+            &d.fc,
+        ];
+        let all = context_buffers.into_iter().chain(&context.k);
+        let all = all.chain(shared).chain(gradients);
+        all.map(Buffer::len).sum::<usize>() + blocks.layers.iter().map(layer).sum::<usize>()
+    }
+}
