@@ -151,7 +151,7 @@ pub static TRAIN: &[Group] = &[
                 "eval-fraction",
                 "X",
                 real(0.0, 0.5),
-                Is("0.01"),
+                OrDemo("0.01", "0.05"),
                 "Share of the documents held out (at least 16) when --eval-data is not given; 0 holds out none",
             ),
             Flag::new(
@@ -213,7 +213,7 @@ pub static TRAIN: &[Group] = &[
                 "epochs",
                 "N",
                 int(1, 10_000),
-                OrDemo("1", "6"),
+                OrDemo("1", "4"),
                 "Passes over the data",
             ),
             Flag::new(
@@ -489,7 +489,7 @@ pub static EVAL: &[Group] = &[Group {
             Later("the run's"),
             "Chat template (Jinja)",
         ),
-        Flag::new("documents", "N", int(1, MANY), Is("64"), "Most prompts"),
+        Flag::new("documents", "N", int(1, MANY), Is("256"), "Most prompts"),
         Flag::new(
             "tree",
             "N,N,…",
