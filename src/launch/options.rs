@@ -442,6 +442,12 @@ fn check_combinations(values: &mut Values, demo: bool) {
                 "the weights come from the checkpoint with --resume",
             );
         }
+        if values.given("replay") {
+            values.wrong(
+                "replay",
+                "begins with a run's first step; it cannot go on from a checkpoint",
+            );
+        }
     }
     if let Some((targets, drafters)) = values.pair("cpu") {
         for name in values.workers("show") {

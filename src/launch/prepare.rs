@@ -22,7 +22,7 @@ use crate::monitor::console::Console;
 use crate::shm::{Dtype, Geometry, LedgerImage, units_per_step};
 use crate::train::checkpoint::newest_checkpoint;
 use crate::worker::drafter::reduce_floats;
-use crate::worker::{Saving, Start, WorkerPlan};
+use crate::worker::{Replay, Saving, Start, WorkerPlan};
 
 /// Bytes of a piece of state on its way to a drafter that joins.
 const BROADCAST_BYTES: u64 = 4 << 20;
@@ -171,7 +171,17 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         options.training.batch_anchors,
     );
     let (_, default_slots) = places::ring_slots(per_step as usize, drafters, targets);
-    let slots = options.ring.slots.unwrap_or(default_slots);
+    let mut slots = options.ring.slots.unwrap_or(default_slots);
+    if let Some(path) = &options.output.replay {
+        let replay = Replay::read(path, u64::from(work.order.len()), drafters as u32)?;
+        console.line(&format!(
+            "replaying {} steps of {}",
+            replay.last(),
+            path.display()
+        ));
+        // A unit that the record takes early may be published late: room for all that targets may hold back.
+        slots *= 3;
+    }
 
     let target_hash = files.hash();
     let template_hash = set
@@ -242,6 +252,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         loss: options.loss,
         optimizer: options.optimizer.clone(),
         start,
+        replay: options.output.replay.clone(),
         max_steps: options.training.max_steps.map(u64::from),
         eval_every: options.output.eval_every.map(u64::from),
         saving: Saving {

@@ -180,9 +180,9 @@ impl Segment {
         Ok(())
     }
 
-    /// The published slot with the lowest sequence.
-    pub(crate) fn lowest_ready(&self) -> Option<Candidate> {
-        let candidates = self.ring().iter().zip(0..).filter_map(|(cell, slot)| {
+    /// Published slots that nobody has taken.
+    fn ready(&self) -> impl Iterator<Item = Candidate> {
+        self.ring().iter().zip(0..).filter_map(|(cell, slot)| {
             // Acquire: partner: p3's Release. A header that changes meanwhile makes c0 fail.
             let word = SlotWord::unpack(cell.word.load(Acquire));
             (word.phase == SlotPhase::Ready).then(|| Candidate {
@@ -191,8 +191,18 @@ impl Segment {
                 sequence: cell.sequence.load(Acquire),
                 anchors: cell.anchors.load(Acquire),
             })
-        });
-        candidates.min_by_key(|candidate| candidate.sequence)
+        })
+    }
+
+    /// The published slot with the lowest sequence.
+    pub(crate) fn lowest_ready(&self) -> Option<Candidate> {
+        self.ready().min_by_key(|candidate| candidate.sequence)
+    }
+
+    /// The published slot that holds `unit`.
+    pub(crate) fn ready_with(&self, unit: u64) -> Option<Candidate> {
+        self.ready()
+            .find(|candidate| self.slot(candidate.slot).unit.load(Acquire) == unit)
     }
 
     /// Whether any slot of the ring is published and not taken.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::held_out::evaluate;
 use super::slot::copy_in;
-use super::{Start, WorkerError, WorkerPlan};
+use super::{Replay, Start, WorkerError, WorkerPlan};
 use crate::collective::{Collective, SharedMemory};
 use crate::control::{FromWorker, Loaded, Reporter, StepReport, WorkerLink};
 use crate::data::Workload;
@@ -94,6 +94,7 @@ struct Trainer<'a, E: Engine, C> {
     progress: Progress,
     step: StepWork,
     held_out: Vec<u32>,
+    replay: Option<Replay>,
     /// Values are compared across drafters with the next step.
     compare: bool,
     writer: Option<JoinHandle<Result<PathBuf, CheckpointError>>>,
@@ -114,6 +115,11 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         seat.live().set(Activity::Loading, 0);
 
         let work = Workload::open(&plan.work)?;
+        let (units, drafters) = (segment.geometry().units, segment.geometry().drafters);
+        let replay = plan.replay.as_deref();
+        let replay = replay
+            .map(|path| Replay::read(path, units, drafters))
+            .transpose()?;
         let config = DrafterConfig::from_json(&plan.drafter)?;
         let files = TargetFiles::open(&plan.target, plan.assume_tied)?;
         let head = TargetHead::load(engine, &files)?;
@@ -167,6 +173,7 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
             progress,
             step: StepWork::default(),
             held_out: Vec::new(),
+            replay,
             compare: true,
             writer: None,
         })
@@ -184,7 +191,7 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         self.evaluate()?;
         loop {
             self.seat.live().set(Activity::Busy, 0);
-            match self.seat.take()? {
+            match self.take()? {
                 Take::Item(item) => self.train(&item)?,
                 Take::Joined(joined) => self.joined(&joined)?,
                 Take::Close if self.close()? => {}
@@ -202,6 +209,18 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
             self.evaluate()?;
         }
         Ok(self.seat.leave()?)
+    }
+
+    /// The next unit: the oldest ready one, or the one that the recorded run says.
+    fn take(&mut self) -> Result<Take, WorkerError> {
+        let Some(replay) = &self.replay else {
+            return Ok(self.seat.take()?);
+        };
+        let units = replay.units(self.seat.step(), self.seat.rank());
+        Ok(match units.get(self.seat.items().len()) {
+            Some(&unit) => self.seat.take_unit(unit)?,
+            None => Take::Close,
+        })
     }
 
     /// The group formed (again), for the step at hand.
@@ -274,7 +293,11 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         let every = |count: Option<u64>| count.is_some_and(|count| step.is_multiple_of(count));
         let save = every(self.plan.saving.every);
         let vote = Vote {
-            stop: self.plan.max_steps.is_some_and(|most| step >= most),
+            stop: self.plan.max_steps.is_some_and(|most| step >= most)
+                || self
+                    .replay
+                    .as_ref()
+                    .is_some_and(|replay| step >= replay.last()),
             evaluate: every(self.plan.eval_every),
             hash: if std::mem::take(&mut self.compare) {
                 self.value_hash()?

@@ -10,6 +10,8 @@ use crate::shm::ShmError;
 use crate::train::checkpoint::CheckpointError;
 use crate::train::export::ExportError;
 
+use super::ReplayError;
+
 /// Why a worker cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -40,6 +42,9 @@ pub enum WorkerError {
     /// Weights to begin with.
     #[error(transparent)]
     Export(#[from] ExportError),
+    /// The recorded run.
+    #[error(transparent)]
+    Replay(#[from] ReplayError),
     /// The launcher's plan does not fit what is there.
     #[error("the plan does not hold here: {0}")]
     Plan(String),

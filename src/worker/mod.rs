@@ -7,8 +7,10 @@ pub mod drafter;
 mod error;
 mod held_out;
 mod plan;
+mod replay;
 mod slot;
 pub mod target;
 
 pub use error::WorkerError;
 pub use plan::{Saving, Start, WorkerPlan};
+pub use replay::{Replay, ReplayError};

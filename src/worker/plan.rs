@@ -37,6 +37,8 @@ pub struct WorkerPlan {
     pub optimizer: OptimizerOptions,
     /// Where the drafter begins.
     pub start: Start,
+    /// A trained.jsonl whose distribution of units is forced.
+    pub replay: Option<PathBuf>,
     /// Stop after this step of the run.
     pub max_steps: Option<u64>,
     /// Evaluate every so many steps.

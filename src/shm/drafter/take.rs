@@ -79,6 +79,48 @@ impl Drafter {
         }
     }
 
+    /// Takes one particular unit, whatever the budget says: for replaying a run whose every step is known. Waits
+    /// until it is published.
+    ///
+    /// # Errors
+    /// As [`Drafter::take`].
+    pub fn take_unit(&mut self, unit: u64) -> Result<Take> {
+        self.working_on(None);
+        let waiter = self.waiter.clone();
+        waiter.wait(On::Items, Activity::WaitItem, unit, || {
+            self.poll_take_unit(unit)
+        })
+    }
+
+    fn poll_take_unit(&mut self, unit: u64) -> Result<Option<Take>> {
+        if self.leaves {
+            return Ok(Some(Take::Leave));
+        }
+        self.expect("take_unit", &[State::Gathering])?;
+        if self.moved() {
+            return Ok(self.poll_join()?.map(Take::Joined));
+        }
+        if self.stop().is_some_and(|stop| stop.closes(self.step)) {
+            let over = self.is_over();
+            return Ok(Some(if over { Take::Leave } else { Take::Close }));
+        }
+        let segment = self.segment().clone();
+        let Some(ready) = segment.ready_with(unit) else {
+            return Ok(self.is_over().then_some(Take::Leave));
+        };
+        if segment.reserve_again(self.step, self.generation, ready.anchors) == Reserve::Moved {
+            return Ok(None);
+        }
+        if !segment.try_hold(ready.slot, ready.generation, self.seat) {
+            segment.give_back(self.step, self.generation, ready.anchors);
+            return Ok(None);
+        }
+        segment.tag(ready.slot, self.step);
+        let item = self.held(ready.slot, ready.generation)?;
+        self.items.push(item);
+        Ok(Some(Take::Item(item)))
+    }
+
     /// c1 of a slot just taken.
     fn held(&self, slot: u32, generation: u64) -> Result<Item> {
         let header = self.segment().read_header(slot)?;
