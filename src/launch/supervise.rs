@@ -439,10 +439,7 @@ impl Supervisor {
         self.drain(&mut events);
         for source in &fired {
             if let Source::Pidfd(id) = *source {
-                self.last_words(id, &mut events);
-                if let Some(exit) = reap(&self.workers[id].spawned) {
-                    events.push_back(Event::Dead(id, exit));
-                }
+                events.push_back(Event::Ended(id));
             }
         }
         Ok(events)
@@ -458,23 +455,14 @@ impl Supervisor {
         }
     }
 
-    /// Takes the last messages of a process that has ended, which must be heard before its death is.
-    fn last_words(&mut self, id: WorkerId, events: &mut VecDeque<Event>) {
-        let worker = &self.workers[id];
-        worker.orders.stop_waiting();
-        let mut closed = worker.channel_closed;
-        let closes =
-            |event: &Event| matches!(event, Event::Channel(who, Incoming::Closed(_)) if *who == id);
-        closed |= events.iter().any(closes);
+    /// Hears the last messages of a process that has ended, before its death is declared.
+    fn last_words(&mut self, id: WorkerId, hooks: &mut dyn Hooks, actions: &mut Actions) {
+        self.workers[id].orders.stop_waiting();
         let until = Instant::now() + LAST_WORDS;
-        while !closed {
+        while !self.workers[id].channel_closed {
             let left = until.saturating_duration_since(Instant::now());
             match self.inbox.recv_timeout(left) {
-                Ok((who, incoming)) => {
-                    let event = Event::Channel(who, incoming);
-                    closed = closes(&event);
-                    events.push_back(event);
-                }
+                Ok((who, incoming)) => self.handle(Event::Channel(who, incoming), hooks, actions),
                 Err(_) => break,
             }
         }
@@ -520,7 +508,11 @@ impl Supervisor {
             Event::Channel(id, Incoming::Message(message)) => {
                 self.on_message(id, message, hooks, actions)
             }
-            Event::Dead(id, exit) => {
+            Event::Ended(id) => {
+                self.last_words(id, hooks, actions);
+                let Some(exit) = reap(&self.workers[id].spawned) else {
+                    return;
+                };
                 let worker = &mut self.workers[id];
                 worker.noticed.get_or_insert((now, look));
                 worker.dead = Some(exit);
@@ -867,7 +859,7 @@ enum Event {
     Signal(Signal),
     Suspect(WorkerId),
     Channel(WorkerId, Incoming),
-    Dead(WorkerId, Exit),
+    Ended(WorkerId),
 }
 
 /// Through the pidfd, so that it can only reach the process that was started.
