@@ -290,3 +290,370 @@ fn distance(a: &str, b: &str) -> usize {
     }
     row[b.len()]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::{Role, WorkerName};
+    use crate::train::options::Schedule;
+
+    fn try_run(words: &[&str]) -> Result<Options, CliError> {
+        match parse(["launcher"].iter().chain(words))? {
+            Invocation::Train(options) => Ok(*options),
+            other => panic!("not a run: {other:?}"),
+        }
+    }
+
+    fn run(words: &[&str]) -> Options {
+        try_run(words).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn mistakes(words: &[&str]) -> Vec<String> {
+        match try_run(words) {
+            Err(CliError::Refused(mistakes)) => {
+                mistakes.into_iter().map(|mistake| mistake.0).collect()
+            }
+            other => panic!("not refused: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn nothing_given_is_the_demo() {
+        let options = run(&[]);
+        assert!(options.demo);
+        assert_eq!((options.places.targets, options.places.drafters), (2, 2));
+        assert_eq!(
+            (options.drafter.layers, options.drafter.block_size),
+            (Some(2), Some(8))
+        );
+        assert_eq!(options.drafter.target_layers, Some(vec![1, 3, 5]));
+        assert_eq!(
+            (options.training.anchors, options.training.batch_anchors),
+            (24, 96)
+        );
+        assert_eq!(options.optimizer.lr, 3e-3);
+        assert_eq!(options.default_name(), "demo");
+        assert!(options.missing_files().is_empty());
+    }
+
+    #[test]
+    fn a_real_run_has_the_published_defaults() {
+        let options = run(&["--target-model", "m", "--data", "chat.jsonl"]);
+        assert!(!options.demo);
+        assert_eq!(
+            (options.drafter.layers, options.drafter.block_size),
+            (Some(5), Some(16))
+        );
+        assert_eq!(options.drafter.target_layers, None);
+        assert_eq!(
+            (options.training.anchors, options.training.batch_anchors),
+            (512, 16_384)
+        );
+        assert_eq!(
+            options.optimizer,
+            crate::train::options::OptimizerOptions::default()
+        );
+        assert_eq!(options.loss, crate::train::options::LossOptions::default());
+        assert_eq!(
+            (options.ring.slot_tokens, options.ring.unit_anchors),
+            (4096, 1024)
+        );
+        assert_eq!(options.ring.prefill_tokens, 16_384);
+        assert_eq!(
+            (options.data.eval_fraction, options.data.eval_tokens),
+            (0.01, 65_536)
+        );
+        assert_eq!(
+            (options.data.max_length, options.data.min_loss_tokens),
+            (3072, 2)
+        );
+        assert_eq!((options.training.epochs, options.faults.restarts), (1, 0));
+        assert!(options.faults.quarantine);
+        assert_eq!(options.default_name(), "chat");
+    }
+
+    #[test]
+    fn options_are_read_as_given() {
+        let options = run(&[
+            "--target-model",
+            "m",
+            "--data",
+            "a",
+            "b",
+            "--data",
+            "c",
+            "--cpu",
+            "1:3",
+            "--target-layers",
+            "1,9,17",
+            "--template-kwarg",
+            "enable_thinking=false",
+            "name=x y",
+            "--time-limit",
+            "2h",
+            "--schedule",
+            "wsd",
+            "--batch-anchors",
+            "16_384",
+            "--dpace-alpha",
+            "0.25",
+            "--show",
+            "target:0,drafter:2",
+            "--no-quarantine",
+        ]);
+        assert_eq!(options.data.files, ["a", "b", "c"].map(PathBuf::from));
+        assert_eq!((options.places.targets, options.places.drafters), (1, 3));
+        assert_eq!(options.drafter.target_layers, Some(vec![1, 9, 17]));
+        let kwargs = &options.data.template_kwargs;
+        assert_eq!(
+            kwargs[0],
+            ("enable_thinking".to_owned(), serde_json::Value::Bool(false))
+        );
+        assert_eq!(
+            kwargs[1],
+            (
+                "name".to_owned(),
+                serde_json::Value::String("x y".to_owned())
+            )
+        );
+        assert_eq!(options.training.time_limit.unwrap().as_secs(), 7200);
+        assert_eq!(options.optimizer.schedule, Schedule::Wsd);
+        assert_eq!(options.training.batch_anchors, 16_384);
+        assert_eq!(options.loss.dpace_alpha, Some(0.25));
+        let shown = [
+            WorkerName::new(Role::Target, 0),
+            WorkerName::new(Role::Drafter, 2),
+        ];
+        assert_eq!(options.watch.show, shown);
+        assert!(!options.faults.quarantine);
+    }
+
+    #[test]
+    fn all_mistakes_are_told_together() {
+        let told = mistakes(&[
+            "--lr",
+            "-1",
+            "--epochs",
+            "0",
+            "--cpu",
+            "2:0",
+            "--schedule",
+            "linear",
+            "--target-layers",
+            "9,1",
+            "--warmup",
+            "nan",
+            "--time-limit",
+            "5w",
+            "--restarts",
+            "3",
+            "--gpus",
+            "0-7",
+            "--target-model",
+            "m",
+            "--seed",
+            "1.5",
+            "--template-kwarg",
+            "=x",
+        ]);
+        let starts = [
+            "--gpus: there is no GPU engine in this build",
+            "--data: is missing",
+            "--target-layers: must rise",
+            "--lr: -1 is out of range (above 0 to 1)",
+            "--epochs: 0 is out of range (1 to 10000)",
+            "--cpu: `2:0` is not TARGETS:DRAFTERS",
+            "--schedule: `linear` is not one of constant, cosine, wsd",
+            "--warmup: nan is out of range",
+            "--time-limit: `5w` is not a time",
+            "--restarts: 3 is out of range (only 0)",
+            "--seed: `1.5` is not a whole number",
+            "--template-kwarg: `=x` is not KEY=VALUE",
+        ];
+        for start in starts {
+            assert!(
+                told.iter().any(|line| line.starts_with(start)),
+                "{start} in {told:#?}"
+            );
+        }
+        assert_eq!(told.len(), starts.len(), "{told:#?}");
+        assert!(told.iter().all(|line| !line.contains('\n')));
+    }
+
+    #[test]
+    fn combinations_that_cannot_be_honoured_are_refused() {
+        for (words, start) in [
+            (&["--data", "x"][..], "--target-model: is missing"),
+            (&["--resume"], "--output: is missing"),
+            (
+                &["--resume", "--output", "o", "--overwrite"],
+                "--overwrite: would remove",
+            ),
+            (
+                &["--resume", "--output", "o", "--init-from", "c"],
+                "--init-from: the weights come from",
+            ),
+            (
+                &["--raw-text", "--last-turn-only"],
+                "--last-turn-only: has no meaning",
+            ),
+            (
+                &["--show", "drafter:2"],
+                "--show: there is no drafter:2 (ranks 0 to 1)",
+            ),
+        ] {
+            let told = mistakes(words);
+            assert!(told.len() == 1 && told[0].starts_with(start), "{told:?}");
+        }
+    }
+
+    #[test]
+    fn a_config_file_gives_what_flags_do_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        let file = file.to_str().unwrap();
+        std::fs::write(
+            file,
+            "lr = 1e-3\nepochs = 4\ntarget-model = 'm'\ndata = ['a', 'b']\nuse-soft-labels = true\n\
+             target-layers = [1, 3]\ncpu = '1:1'\n[template-kwarg]\nthink = false\n",
+        )
+        .unwrap();
+        let options = run(&["--config", file, "--epochs", "9"]);
+        assert_eq!((options.optimizer.lr, options.training.epochs), (1e-3, 9));
+        assert_eq!(options.data.files, ["a", "b"].map(PathBuf::from));
+        assert!(options.loss.use_soft_labels && !options.demo);
+        assert_eq!(options.drafter.target_layers, Some(vec![1, 3]));
+        assert_eq!(
+            options.data.template_kwargs[0].1,
+            serde_json::Value::Bool(false)
+        );
+    }
+
+    #[test]
+    fn a_wrong_config_file_is_told_with_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        let file = file.to_str().unwrap();
+        std::fs::write(
+            file,
+            "learning-rate = 1\nbatch_anchors = 5\nlr = 'x'\nepochs = [1, 2]\n",
+        )
+        .unwrap();
+        let told = mistakes(&["--config", file, "--keep", "0"]);
+        assert_eq!(
+            told,
+            [
+                format!("{file}: unknown key `batch_anchors`; did you mean `batch-anchors`?"),
+                format!("{file}: epochs: takes one value, not a list"),
+                format!("{file}: unknown key `learning-rate`"),
+                format!("{file}: lr: `x` is not a number"),
+                "--keep: 0 is out of range (1 to 4294967295)".to_owned(),
+            ]
+        );
+        std::fs::write(file, "lr = = 3\n").unwrap();
+        let told = mistakes(&["--config", file]);
+        assert!(
+            told.len() == 1
+                && told[0].starts_with(&format!("--config {file}: "))
+                && !told[0].contains('\n')
+        );
+        let told = mistakes(&["--config", "/no/such.toml"]);
+        assert_eq!(
+            told,
+            ["--config /no/such.toml: No such file or directory (os error 2)"]
+        );
+    }
+
+    #[test]
+    fn a_draft_config_leaves_sizes_to_the_file() {
+        let options = run(&["--draft-config", "c.json", "--block-size", "4"]);
+        assert_eq!(
+            (options.drafter.layers, options.drafter.block_size),
+            (None, Some(4))
+        );
+    }
+
+    #[test]
+    fn files_that_are_missing_are_named_all_at_once() {
+        let here = env!("CARGO_MANIFEST_DIR");
+        let options = run(&["--target-model", "/no/model", "--data", "/no/data", here]);
+        let told: Vec<String> = options
+            .missing_files()
+            .into_iter()
+            .map(|mistake| mistake.0)
+            .collect();
+        assert_eq!(
+            told,
+            [
+                "--data /no/data: No such file or directory (os error 2)".to_owned(),
+                format!("--data {here}: is a directory, not a file"),
+                "--target-model /no/model: No such file or directory (os error 2)".to_owned(),
+            ]
+        );
+    }
+
+    #[test]
+    fn subcommands_are_read() {
+        let Ok(Invocation::Eval(eval)) = parse(["launcher", "eval", "runs/a", "--documents", "3"])
+        else {
+            panic!("not eval")
+        };
+        assert_eq!(
+            (eval.checkpoint, eval.documents, eval.max_new_tokens),
+            (PathBuf::from("runs/a"), 3, 256)
+        );
+        let Ok(Invocation::Export(export)) = parse(["launcher", "export", "a", "b", "--overwrite"])
+        else {
+            panic!("not export")
+        };
+        assert_eq!((export.to, export.overwrite), (PathBuf::from("b"), true));
+        let Err(error) = parse(["launcher", "eval", "a", "--documents", "0"]) else {
+            panic!("accepted")
+        };
+        assert_eq!(
+            error.to_string(),
+            "error: --documents: 0 is out of range (1 to 4294967295)"
+        );
+    }
+
+    #[test]
+    fn usage_mistakes_exit_with_2_and_help_with_0() {
+        for (words, code) in [
+            (&["--no-such"][..], 2),
+            (&["--lr"], 2),
+            (&["eval"], 2),
+            (&["--lr", "1", "eval", "x"], 2),
+            (&["stray"], 2),
+            (&["--help"], 0),
+            (&["--version"], 0),
+        ] {
+            match parse(["launcher"].iter().chain(words)) {
+                Err(CliError::Usage(error)) => assert_eq!(error.exit_code(), code, "{words:?}"),
+                other => panic!("{words:?}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn help_says_defaults_and_ranges_of_every_option() {
+        let help = command().term_width(0).render_long_help().to_string();
+        for flag in flags::flags(table::TRAIN) {
+            assert!(help.contains(&format!("--{}", flag.name)), "{}", flag.name);
+            assert!(
+                matches!(flag.kind, Kind::Switch) || flag.help_text().contains("[default: "),
+                "{}",
+                flag.name
+            );
+        }
+        assert!(
+            help.contains("[default: 6e-4; demo: 3e-3] [above 0 to 1; else refused]"),
+            "{help}"
+        );
+        assert!(version().contains("(commit ") && version().contains("features: cpu"));
+    }
+}

@@ -391,3 +391,166 @@ pub fn cut_after_step(path: &Path, step: u32) -> Result<(), OutputError> {
     file.set_len(kept).map_err(failed)?;
     file.sync_all().map_err(failed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(path: &Path, existing: Existing) -> Result<OutputDir, String> {
+        OutputDir::take(path, existing).map_err(|error| error.to_string())
+    }
+
+    fn earlier_run(path: &Path) {
+        fs::create_dir_all(path.join("logs")).unwrap();
+        fs::create_dir_all(path.join("checkpoints/step-3")).unwrap();
+        for name in [
+            "plan.toml",
+            "metrics.jsonl",
+            "notes.txt",
+            "logs/drafter-0.log",
+        ] {
+            fs::write(path.join(name), "x").unwrap();
+        }
+    }
+
+    #[test]
+    fn a_new_directory_is_made_and_left_clean() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("runs/a");
+        let output = take(&path, Existing::Refuse).unwrap();
+        let entries: Vec<_> = fs::read_dir(&path)
+            .unwrap()
+            .flatten()
+            .map(|entry| entry.file_name())
+            .collect();
+        assert_eq!(entries, ["logs"]);
+        // A start that was refused later may be repeated.
+        take(&path, Existing::Refuse).unwrap();
+        assert_eq!(output.latest_checkpoint(), None);
+    }
+
+    #[test]
+    fn an_earlier_run_is_kept_unless_told_otherwise() {
+        let folder = tempfile::tempdir().unwrap();
+        earlier_run(folder.path());
+        let refused = take(folder.path(), Existing::Refuse).unwrap_err();
+        assert!(refused.contains("already holds a run") && refused.contains("--overwrite"));
+        take(folder.path(), Existing::Resume).unwrap();
+        assert!(folder.path().join("metrics.jsonl").exists());
+        take(folder.path(), Existing::Overwrite).unwrap();
+        assert!(
+            !folder.path().join("plan.toml").exists()
+                && !folder.path().join("checkpoints").exists()
+        );
+        assert!(!folder.path().join("logs/drafter-0.log").exists());
+        assert!(
+            folder.path().join("notes.txt").exists(),
+            "only a run's own files are removed"
+        );
+    }
+
+    #[test]
+    fn what_is_no_run_is_never_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("thesis.tex"), "x").unwrap();
+        for existing in [Existing::Refuse, Existing::Overwrite] {
+            let refused = take(folder.path(), existing).unwrap_err();
+            assert!(
+                refused.contains("holds no run (thesis.tex is in it)"),
+                "{refused}"
+            );
+        }
+        let refused = take(folder.path(), Existing::Resume).unwrap_err();
+        assert!(refused.contains("no run to go on with"), "{refused}");
+        assert!(folder.path().join("thesis.tex").exists());
+    }
+
+    #[test]
+    fn a_run_that_goes_on_is_not_disturbed() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = take(folder.path(), Existing::Refuse).unwrap();
+        let sockets = tempfile::tempdir().unwrap();
+        let stale = sockets.path().join("slipstream-aaaaaa");
+        fs::create_dir(&stale).unwrap();
+        let mut run = RunFile::of_this_process(7, Some(&stale));
+        let guard = run.write(&output).unwrap();
+        assert_eq!(RunFile::read(folder.path()), Some(run.clone()));
+        for existing in [Existing::Refuse, Existing::Overwrite] {
+            assert!(
+                take(folder.path(), existing)
+                    .unwrap_err()
+                    .contains("a run is going on")
+            );
+        }
+        assert!(stale.exists());
+        drop(guard);
+        assert_eq!(RunFile::read(folder.path()), None);
+        // Another process had this pid: that launcher was killed.
+        run.start_time += 1;
+        std::mem::forget(run.write(&output).unwrap());
+        fs::write(folder.path().join("plan.toml"), "x").unwrap();
+        take(folder.path(), Existing::Overwrite).unwrap();
+        assert!(!stale.exists() && !folder.path().join("run.json").exists());
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_written_is_found_by_a_test_write() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "x").unwrap();
+        let refused = take(&file.join("run"), Existing::Refuse).unwrap_err();
+        assert!(refused.contains("cannot make the directory"), "{refused}");
+        // Files can be neither made nor written there, even by root.
+        let refused = take(Path::new("/proc/self"), Existing::Overwrite).unwrap_err();
+        assert!(refused.contains("/proc/self"), "{refused}");
+    }
+
+    #[test]
+    fn lines_are_cut_to_a_step_while_the_file_is_open() {
+        #[derive(Serialize)]
+        struct Line {
+            step: u32,
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trained.jsonl");
+        cut_after_step(&path, 3).unwrap();
+        assert!(!path.exists());
+        let mut lines = JsonLines::append_to(&path).unwrap();
+        for step in 1..=5 {
+            lines.add(&Line { step }).unwrap();
+        }
+        fs::OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .unwrap()
+            .write_all(b"{\"step\":6,")
+            .unwrap();
+        cut_after_step(&path, 9).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 5);
+        cut_after_step(&path, 3).unwrap();
+        lines.add(&Line { step: 4 }).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        assert_eq!(
+            text,
+            "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4}\n"
+        );
+        cut_after_step(&path, 0).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "");
+        fs::write(&path, "{\"step\":1}\nnonsense\n").unwrap();
+        let damaged = cut_after_step(&path, 3).unwrap_err().to_string();
+        assert!(damaged.contains("trained.jsonl, line 2: "), "{damaged}");
+    }
+
+    #[test]
+    fn whole_files_are_replaced_and_leave_no_part() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = take(folder.path(), Existing::Refuse).unwrap();
+        output.write_whole("summary.json", "1").unwrap();
+        output.write_whole("summary.json", "2").unwrap();
+        assert_eq!(
+            fs::read_to_string(output.file("summary.json")).unwrap(),
+            "2"
+        );
+        assert!(!output.file(".summary.json.part").exists());
+    }
+}

@@ -312,3 +312,137 @@ impl From<&Failure> for RootCauseSummary {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Role;
+
+    fn death(exit: Option<Exit>) -> Death {
+        Death {
+            worker: WorkerName::new(Role::Target, 2),
+            pid: 99,
+            exit,
+            ended_by_launcher: false,
+            what: None,
+            at: Duration::from_millis(12_340),
+            log: PathBuf::from("/no/log"),
+        }
+    }
+
+    fn failure(exit: Exit) -> Failure {
+        Failure {
+            root: Some(death(Some(exit))),
+            what: None,
+            oom_killer_acted: false,
+            consequences: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_exit_code_is_that_of_the_root_causes_signal() {
+        assert_eq!(failure(Exit::Signal(Signal::KILL)).exit_code(), 137);
+        assert_eq!(
+            failure(Exit::Signal(Signal(libc::SIGSEGV))).exit_code(),
+            139
+        );
+        assert_eq!(failure(Exit::Code(3)).exit_code(), 1);
+        let mut by_us = failure(Exit::Signal(Signal::KILL));
+        by_us.root.as_mut().unwrap().ended_by_launcher = true;
+        assert_eq!(by_us.exit_code(), 1);
+    }
+
+    #[test]
+    fn the_out_of_memory_killer_is_named_when_it_acted() {
+        let mut failure = failure(Exit::Signal(Signal::KILL));
+        assert!(
+            failure
+                .hint()
+                .unwrap()
+                .contains("or the out-of-memory killer did")
+        );
+        failure.oom_killer_acted = true;
+        assert!(
+            failure
+                .hint()
+                .unwrap()
+                .contains("the kernel's out-of-memory killer acted")
+        );
+    }
+
+    #[test]
+    fn the_block_begins_with_who_and_ends_with_how_to_go_on() {
+        let failure = failure(Exit::Signal(Signal(libc::SIGSEGV)));
+        let resume = how_to_resume(
+            Path::new("runs/a"),
+            Some(Path::new("runs/a/checkpoints/step-30")),
+        );
+        let text = RootCause {
+            failure: &failure,
+            resume,
+        }
+        .to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines[0],
+            "error: target 2 (process 99) was killed by SIGSEGV, 12.3 s after the start"
+        );
+        assert_eq!(lines[1], "  its log: /no/log");
+        assert!(lines[2].contains("runs/a/checkpoints/step-30") && lines[2].contains("--resume"));
+    }
+
+    #[test]
+    fn the_last_error_is_shown_with_its_surroundings() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let show = |lines: &[&str]| {
+            std::fs::write(&log, lines.join("\n")).unwrap();
+            last_error_lines(&log)
+        };
+        assert_eq!(show(&["a", "b", "", "c", "d", "e"]), ["b", "c", "d", "e"]);
+        let shown = show(&[
+            "1",
+            "2",
+            "3",
+            "4",
+            "thread panicked at x",
+            "because",
+            "note",
+        ]);
+        assert_eq!(
+            shown,
+            ["2", "3", "4", "thread panicked at x", "because", "note"]
+        );
+        let mut long = vec!["an old Error"];
+        long.extend(["quiet"; 40]);
+        assert_eq!(show(&long), ["quiet"; 4]);
+        assert!(last_error_lines(Path::new("/no/log")).is_empty());
+    }
+
+    #[test]
+    fn a_summary_has_the_documented_fields() {
+        let mut summary = Summary::default();
+        let fields = |summary: &Summary| -> Vec<String> {
+            let value = serde_json::to_value(summary).unwrap();
+            value.as_object().unwrap().keys().cloned().collect()
+        };
+        let mut wanted: Vec<&str> =
+            "outcome steps epochs units_total units_done documents tokens skipped wall_s \
+            accepted_length restarts quarantined peak_memory checkpoint"
+                .split_whitespace()
+                .collect();
+        let sorted = |mut names: Vec<String>| {
+            names.sort_unstable();
+            names
+        };
+        wanted.sort_unstable();
+        assert_eq!(sorted(fields(&summary)), wanted);
+        summary.root_cause = Some((&failure(Exit::Signal(Signal::KILL))).into());
+        let value = serde_json::to_value(&summary).unwrap();
+        assert_eq!(value["outcome"], "failed");
+        assert_eq!(
+            value["root_cause"],
+            serde_json::json!({"role": "target", "rank": 2, "pid": 99, "what": "was killed by SIGKILL"})
+        );
+    }
+}

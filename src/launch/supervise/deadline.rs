@@ -1,0 +1,170 @@
+//! Ending workers, and what is done when something takes too long.
+
+use std::time::{Duration, Instant};
+
+use super::Actions;
+use super::event_loop::{Phase, Supervisor};
+use super::worker::{Stage, Worker, send};
+use crate::control::ToWorker;
+use crate::launch::process;
+
+/// A wait longer than this is spoken of.
+const SPEAK_AFTER: Duration = Duration::from_secs(30);
+
+impl Supervisor {
+    /// Ends all workers: told, SIGTERM, and SIGKILL at the deadline.
+    pub(super) fn terminate(&mut self, why: &str) {
+        if matches!(self.phase, Phase::Terminating | Phase::Killing) {
+            return;
+        }
+        self.enter(Phase::Terminating);
+        tracing::info!("ending all workers: {why}");
+        for worker in self
+            .workers
+            .iter_mut()
+            .filter(|worker| worker.dead.is_none())
+        {
+            worker.orders.give(ToWorker::Abort(why.to_owned()));
+            // One that is already ending of itself shall show how.
+            if worker.noticed.is_none() {
+                worker.ended_by_us = true;
+                send(&worker.spawned, rustix::process::Signal::TERM);
+            }
+        }
+    }
+
+    pub(super) fn kill(&mut self) {
+        self.enter(Phase::Killing);
+        for worker in self
+            .workers
+            .iter_mut()
+            .filter(|worker| worker.dead.is_none())
+        {
+            tracing::info!("{} has not ended in time; killing it", worker.name());
+            // One that said why it fails, and then did not leave, ends by this and not by its own doing.
+            worker.ended_by_us |= worker.failed.is_some();
+            // SIGKILL ends a stopped process too; SIGCONT is for one held by a job-control stop of its group.
+            send(&worker.spawned, rustix::process::Signal::KILL);
+            send(&worker.spawned, rustix::process::Signal::CONT);
+        }
+    }
+
+    /// After SIGKILL: whether what is left will not go, and is named.
+    pub(super) fn give_up(&mut self) -> bool {
+        if self.phase_since.elapsed() < self.deadlines.kill {
+            return false;
+        }
+        for worker in self.workers.iter().filter(|worker| worker.dead.is_none()) {
+            let pid = worker.spawned.pid;
+            let state = process::state(pid).unwrap_or('?');
+            let place = process::waits_in(pid).unwrap_or_else(|| "unknown".to_owned());
+            self.unkillable.push(format!(
+                "{} (process {pid}) does not die of SIGKILL: state {state}, waits in {place}",
+                worker.name()
+            ));
+        }
+        true
+    }
+
+    pub(super) fn meet_deadlines(&mut self, actions: &mut Actions) {
+        match self.phase {
+            Phase::Terminating if self.phase_since.elapsed() >= self.deadlines.terminate => {
+                self.kill()
+            }
+            Phase::Terminating | Phase::Killing => {}
+            Phase::Running | Phase::Stopping => {
+                if self.workers.iter().any(|worker| process_is_traced(worker)) {
+                    // A person looks at one of them; everything begins anew when they are done.
+                    self.phase_since = Instant::now();
+                    self.workers
+                        .iter_mut()
+                        .for_each(|worker| worker.heard = Instant::now());
+                    return;
+                }
+                self.speak_of_stopped();
+                for (id, worker) in self.workers.iter().enumerate() {
+                    if worker.dead.is_some() {
+                        continue;
+                    }
+                    let silent = worker.heard.elapsed();
+                    let pid = worker.spawned.pid;
+                    if worker.stage == Stage::Silent && silent > self.deadlines.hello {
+                        let after = silent.as_secs();
+                        actions.fail(
+                            Some(id),
+                            format!(
+                                "no sign of life {after} s after its start{}",
+                                stopped_note(pid)
+                            ),
+                        );
+                    } else if worker.stage == Stage::Loading && silent > self.deadlines.loading {
+                        let after = silent.as_secs();
+                        actions.fail(
+                            Some(id),
+                            format!(
+                                "stuck while loading: nothing heard for {after} s{}",
+                                stopped_note(pid)
+                            ),
+                        );
+                    }
+                }
+                if self.phase == Phase::Stopping && self.phase_since.elapsed() > self.deadlines.stop
+                {
+                    let after = self.phase_since.elapsed().as_secs();
+                    let alive = |(_, worker): &(usize, &Worker)| worker.dead.is_none();
+                    let hung = |(_, worker): &(usize, &Worker)| {
+                        process::state(worker.spawned.pid) == Some('T')
+                    };
+                    let mut left = self.workers.iter().enumerate().filter(alive);
+                    let first = left.clone().find(hung).or_else(|| left.next());
+                    if let Some((id, worker)) = first {
+                        let note = stopped_note(worker.spawned.pid);
+                        actions.fail(
+                            Some(id),
+                            format!("still running {after} s after it was told to stop{note}"),
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Names a worker that is stopped (SIGSTOP, Ctrl-Z): everybody else may be waiting for it.
+    fn speak_of_stopped(&mut self) {
+        for worker in self
+            .workers
+            .iter_mut()
+            .filter(|worker| worker.dead.is_none())
+        {
+            if process::state(worker.spawned.pid) != Some('T') {
+                worker.stopped_since = None;
+                continue;
+            }
+            let since = worker.stopped_since.get_or_insert_with(Instant::now);
+            if since.elapsed() >= SPEAK_AFTER {
+                let (name, pid) = (worker.spawned.worker, worker.spawned.pid);
+                tracing::warn!(
+                    "{name} has been stopped for {} s; `kill -CONT {pid}` lets it go on",
+                    SPEAK_AFTER.as_secs()
+                );
+                // Said again after as long.
+                *since = Instant::now();
+            }
+        }
+    }
+}
+
+fn process_is_traced(worker: &Worker) -> bool {
+    worker.dead.is_none() && process::is_traced(worker.spawned.pid)
+}
+
+fn stopped_note(pid: u32) -> String {
+    match process::state(pid) {
+        Some('T') => "; it is stopped (SIGSTOP)".to_owned(),
+        Some('D') => format!(
+            "; it waits in the kernel ({})",
+            process::waits_in(pid).unwrap_or_default()
+        ),
+        _ => String::new(),
+    }
+}
