@@ -11,6 +11,9 @@ use crate::launch::process;
 /// A wait longer than this is spoken of.
 const SPEAK_AFTER: Duration = Duration::from_secs(30);
 
+/// How often deadlines are looked at.
+const CHECK_EVERY: Duration = Duration::from_millis(250);
+
 impl Supervisor {
     /// Ends all workers: told, SIGTERM, and SIGKILL at the deadline.
     pub(super) fn terminate(&mut self, why: &str) {
@@ -69,63 +72,68 @@ impl Supervisor {
     pub(super) fn meet_deadlines(&mut self, actions: &mut Actions) {
         match self.phase {
             Phase::Terminating if self.phase_since.elapsed() >= self.deadlines.terminate => {
-                self.kill()
+                self.kill();
             }
             Phase::Terminating | Phase::Killing => {}
             Phase::Running | Phase::Stopping => {
-                if self.workers.iter().any(|worker| process_is_traced(worker)) {
+                // Each look reads some files of every worker in /proc.
+                if self.checked.elapsed() < CHECK_EVERY {
+                    return;
+                }
+                self.checked = Instant::now();
+                if self.workers.iter().any(is_traced) {
                     // A person looks at one of them; everything begins anew when they are done.
                     self.phase_since = Instant::now();
-                    self.workers
-                        .iter_mut()
-                        .for_each(|worker| worker.heard = Instant::now());
+                    for worker in &mut self.workers {
+                        worker.heard = Instant::now();
+                    }
                     return;
                 }
                 self.speak_of_stopped();
-                for (id, worker) in self.workers.iter().enumerate() {
-                    if worker.dead.is_some() {
-                        continue;
-                    }
-                    let silent = worker.heard.elapsed();
-                    let pid = worker.spawned.pid;
-                    if worker.stage == Stage::Silent && silent > self.deadlines.hello {
-                        let after = silent.as_secs();
-                        actions.fail(
-                            Some(id),
-                            format!(
-                                "no sign of life {after} s after its start{}",
-                                stopped_note(pid)
-                            ),
-                        );
-                    } else if worker.stage == Stage::Loading && silent > self.deadlines.loading {
-                        let after = silent.as_secs();
-                        actions.fail(
-                            Some(id),
-                            format!(
-                                "stuck while loading: nothing heard for {after} s{}",
-                                stopped_note(pid)
-                            ),
-                        );
-                    }
-                }
-                if self.phase == Phase::Stopping && self.phase_since.elapsed() > self.deadlines.stop
-                {
-                    let after = self.phase_since.elapsed().as_secs();
-                    let alive = |(_, worker): &(usize, &Worker)| worker.dead.is_none();
-                    let hung = |(_, worker): &(usize, &Worker)| {
-                        process::state(worker.spawned.pid) == Some('T')
-                    };
-                    let mut left = self.workers.iter().enumerate().filter(alive);
-                    let first = left.clone().find(hung).or_else(|| left.next());
-                    if let Some((id, worker)) = first {
-                        let note = stopped_note(worker.spawned.pid);
-                        actions.fail(
-                            Some(id),
-                            format!("still running {after} s after it was told to stop{note}"),
-                        );
-                    }
+                self.fail_who_is_silent(actions);
+                if self.phase == Phase::Stopping {
+                    self.fail_who_does_not_stop(actions);
                 }
             }
+        }
+    }
+
+    fn fail_who_is_silent(&self, actions: &mut Actions) {
+        let alive = |(_, worker): &(usize, &Worker)| worker.dead.is_none();
+        for (id, worker) in self.workers.iter().enumerate().filter(alive) {
+            let silent = worker.heard.elapsed();
+            let what = match worker.stage {
+                Stage::Silent if silent > self.deadlines.hello => "no sign of life since its start",
+                Stage::Loading if silent > self.deadlines.loading => {
+                    "stuck while loading: last sign of life"
+                }
+                _ => continue,
+            };
+            let note = stopped_note(worker.spawned.pid);
+            actions.fail(
+                Some(id),
+                format!("{what}, {} s ago{note}", silent.as_secs()),
+            );
+        }
+    }
+
+    fn fail_who_does_not_stop(&self, actions: &mut Actions) {
+        let waited = self.phase_since.elapsed();
+        if waited <= self.deadlines.stop {
+            return;
+        }
+        let alive = |(_, worker): &(usize, &Worker)| worker.dead.is_none();
+        let is_stopped =
+            |(_, worker): &(usize, &Worker)| process::state(worker.spawned.pid) == Some('T');
+        let mut left = self.workers.iter().enumerate().filter(alive);
+        // The others may only be waiting for the one that cannot move.
+        let culprit = left.clone().find(is_stopped).or_else(|| left.next());
+        if let Some((id, worker)) = culprit {
+            let (after, note) = (waited.as_secs(), stopped_note(worker.spawned.pid));
+            actions.fail(
+                Some(id),
+                format!("still running {after} s after it was told to stop{note}"),
+            );
         }
     }
 
@@ -154,7 +162,7 @@ impl Supervisor {
     }
 }
 
-fn process_is_traced(worker: &Worker) -> bool {
+fn is_traced(worker: &Worker) -> bool {
     worker.dead.is_none() && process::is_traced(worker.spawned.pid)
 }
 

@@ -38,6 +38,8 @@ pub struct Supervisor {
     pub(super) looks: u64,
     pub(super) phase: Phase,
     pub(super) phase_since: Instant,
+    /// When deadlines were last looked at.
+    pub(super) checked: Instant,
     pub(super) started: bool,
     pub(super) stopped: Option<StopWhy>,
     pub(super) interrupted: bool,
@@ -80,6 +82,7 @@ impl Supervisor {
             looks: 0,
             phase: Phase::Running,
             phase_since: Instant::now(),
+            checked: Instant::now(),
             started: false,
             stopped: None,
             interrupted: false,

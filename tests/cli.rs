@@ -1,0 +1,143 @@
+//! The command line of the built launcher: what it refuses, in which words, and with which exit code.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn launcher(words: &[&str]) -> Output {
+    let folder = tempfile::tempdir().expect("a folder");
+    let output = Command::new(env!("CARGO_BIN_EXE_launcher"))
+        .args(words)
+        .current_dir(folder.path())
+        .output()
+        .expect("the launcher runs");
+    let left: Vec<_> = std::fs::read_dir(folder.path())
+        .expect("a folder")
+        .collect();
+    assert!(
+        left.is_empty(),
+        "nothing is left where it was started: {left:?}"
+    );
+    output
+}
+
+/// Exit code 2, and exactly these lines on standard error.
+fn refuses(words: &[&str], lines: &[&str]) {
+    let output = launcher(words);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{words:?}: {text}");
+    assert_eq!(text.lines().collect::<Vec<_>>(), lines, "{words:?}");
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn each_wrong_option_is_one_line() {
+    refuses(
+        &[
+            "--lr",
+            "0",
+            "--cpu",
+            "0:2",
+            "--anchors",
+            "many",
+            "--schedule",
+            "step",
+        ],
+        &[
+            "error: --cpu: `0:2` is not TARGETS:DRAFTERS, two counts from 1 to 4096 such as 2:2",
+            "error: --anchors: `many` is not a whole number",
+            "error: --lr: 0 is out of range (above 0 to 1)",
+            "error: --schedule: `step` is not one of constant, cosine, wsd",
+        ],
+    );
+    refuses(
+        &["--gpus", "0-7"],
+        &["error: --gpus: there is no GPU engine in this build; choose CPU places with --cpu T:D"],
+    );
+    refuses(
+        &["--config", "/no/such.toml"],
+        &["error: --config /no/such.toml: No such file or directory (os error 2)"],
+    );
+}
+
+#[test]
+fn files_that_are_missing_are_named_before_anything_starts() {
+    refuses(
+        &[
+            "--target-model",
+            "/no/model",
+            "--data",
+            "/no/data.jsonl",
+            "--output",
+            "out",
+        ],
+        &[
+            "error: --data /no/data.jsonl: No such file or directory (os error 2)",
+            "error: --target-model /no/model: No such file or directory (os error 2)",
+        ],
+    );
+}
+
+#[test]
+fn an_unknown_flag_is_refused_with_its_neighbour() {
+    let output = launcher(&["--epoch", "3"]);
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        text.contains("'--epoch'") && text.contains("'--epochs'"),
+        "{text}"
+    );
+}
+
+#[test]
+fn help_and_version_are_answers_and_not_errors() {
+    let output = launcher(&["--help"]);
+    assert_eq!(output.status.code(), Some(0));
+    let text = String::from_utf8_lossy(&output.stdout);
+    for heading in [
+        "Places:",
+        "Target:",
+        "Drafter:",
+        "Data:",
+        "Training:",
+        "Loss:",
+        "Ring:",
+        "Output:",
+    ] {
+        assert!(text.contains(heading), "{heading}");
+    }
+    assert!(text.contains("Exit codes:"));
+    let output = launcher(&["--version"]);
+    assert_eq!(output.status.code(), Some(0));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.contains("(commit ") && text.contains("features: cpu"),
+        "{text}"
+    );
+}
+
+#[test]
+fn workers_say_who_starts_them() {
+    for program in [
+        env!("CARGO_BIN_EXE_target_worker"),
+        env!("CARGO_BIN_EXE_drafter_worker"),
+    ] {
+        let output = Command::new(program).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2));
+        let text = String::from_utf8_lossy(&output.stderr);
+        let name = Path::new(program)
+            .file_name()
+            .expect("a name")
+            .to_string_lossy();
+        assert!(
+            text.starts_with(&format!("error: {name} is started by the launcher")),
+            "{text}"
+        );
+        assert_eq!(text.lines().count(), 1);
+        let output = Command::new(program)
+            .arg("--version")
+            .output()
+            .expect("it runs");
+        assert!(output.status.success());
+        assert!(String::from_utf8_lossy(&output.stdout).starts_with(&format!("{name} ")));
+    }
+}
