@@ -18,23 +18,47 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 
 /// Largest resident memory so far, in bytes.
 pub fn peak_memory(pid: u32) -> Option<u64> {
-    status_bytes(pid, "VmHWM:")
+    Status::of(pid).map(|status| status.peak_memory)
 }
 
 /// Resident memory now, in bytes.
 pub fn resident_memory(pid: u32) -> Option<u64> {
-    status_bytes(pid, "VmRSS:")
+    Status::of(pid).map(|status| status.resident_memory)
 }
 
-fn status_bytes(pid: u32, name: &str) -> Option<u64> {
-    let text = status_field(pid, name)?;
-    let kilobytes: u64 = text.split_whitespace().next()?.parse().ok()?;
-    Some(kilobytes * 1024)
+/// What /proc/PID/status tells in one look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// Largest resident memory so far, in bytes.
+    pub peak_memory: u64,
+    /// Resident memory now, in bytes.
+    pub resident_memory: u64,
+    /// A debugger or strace holds the process.
+    pub is_traced: bool,
+    /// It is stopped by a signal.
+    pub is_stopped: bool,
 }
 
-/// Whether a debugger or strace holds the process.
-pub fn is_traced(pid: u32) -> bool {
-    status_field(pid, "TracerPid:").is_some_and(|tracer| tracer.trim() != "0")
+impl Status {
+    /// Of this process; `None` when it is gone, or dead and not yet reaped.
+    pub fn of(pid: u32) -> Option<Self> {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let field = |name| {
+            text.lines()
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
+        let bytes = |name| {
+            let kilobytes: u64 = field(name)?.split_whitespace().next()?.parse().ok()?;
+            Some(kilobytes * 1024)
+        };
+        Some(Self {
+            peak_memory: bytes("VmHWM:")?,
+            resident_memory: bytes("VmRSS:")?,
+            is_traced: field("TracerPid:").is_some_and(|tracer| tracer != "0"),
+            is_stopped: field("State:").is_some_and(|state| state.starts_with('T')),
+        })
+    }
 }
 
 /// Where in the kernel a process waits, if that can be read.
@@ -59,13 +83,6 @@ fn stat_field(pid: u32, number: usize) -> Option<String> {
     let (_, rest) = text.rsplit_once(')')?;
     rest.split_whitespace()
         .nth(number.checked_sub(3)?)
-        .map(str::to_owned)
-}
-
-fn status_field(pid: u32, name: &str) -> Option<String> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    text.lines()
-        .find_map(|line| line.strip_prefix(name))
         .map(str::to_owned)
 }
 

@@ -70,6 +70,11 @@ impl Signals {
                 return Err(io::Error::last_os_error());
             }
             signals.before.push((number, before));
+            if number == libc::SIGHUP && before == libc::SIG_IGN {
+                // Started by nohup: the end of the terminal shall not end the run.
+                // SAFETY: ignoring a signal runs no code.
+                unsafe { libc::signal(number, libc::SIG_IGN) };
+            }
         }
         Ok(signals)
     }

@@ -81,7 +81,7 @@ impl Supervisor {
                     return;
                 }
                 self.checked = Instant::now();
-                if self.workers.iter().any(is_traced) {
+                if self.look_at_processes() {
                     // A person looks at one of them; everything begins anew when they are done.
                     self.phase_since = Instant::now();
                     for worker in &mut self.workers {
@@ -89,7 +89,6 @@ impl Supervisor {
                     }
                     return;
                 }
-                self.speak_of_stopped();
                 self.fail_who_is_silent(actions);
                 if self.phase == Phase::Stopping {
                     self.fail_who_does_not_stop(actions);
@@ -137,33 +136,37 @@ impl Supervisor {
         }
     }
 
-    /// Names a worker that is stopped (SIGSTOP, Ctrl-Z): everybody else may be waiting for it.
-    fn speak_of_stopped(&mut self) {
+    /// Keeps the memory of each worker and names one that is stopped (SIGSTOP, Ctrl-Z), since everybody else
+    /// may be waiting for it. True when a debugger holds any of them.
+    fn look_at_processes(&mut self) -> bool {
+        let mut any_traced = false;
         for worker in self
             .workers
             .iter_mut()
             .filter(|worker| worker.dead.is_none())
         {
-            if process::state(worker.spawned.pid) != Some('T') {
+            let pid = worker.spawned.pid;
+            let Some(status) = process::Status::of(pid) else {
+                continue;
+            };
+            worker.peak_memory = worker.peak_memory.max(status.peak_memory);
+            any_traced |= status.is_traced;
+            if !status.is_stopped {
                 worker.stopped_since = None;
                 continue;
             }
             let since = worker.stopped_since.get_or_insert_with(Instant::now);
             if since.elapsed() >= SPEAK_AFTER {
-                let (name, pid) = (worker.spawned.worker, worker.spawned.pid);
+                let (name, after) = (worker.spawned.worker, SPEAK_AFTER.as_secs());
                 tracing::warn!(
-                    "{name} has been stopped for {} s; `kill -CONT {pid}` lets it go on",
-                    SPEAK_AFTER.as_secs()
+                    "{name} has been stopped for {after} s; `kill -CONT {pid}` lets it go on"
                 );
                 // Said again after as long.
                 *since = Instant::now();
             }
         }
+        any_traced
     }
-}
-
-fn is_traced(worker: &Worker) -> bool {
-    worker.dead.is_none() && process::is_traced(worker.spawned.pid)
 }
 
 fn stopped_note(pid: u32) -> String {

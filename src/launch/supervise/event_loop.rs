@@ -331,7 +331,7 @@ impl Supervisor {
             }
             FromWorker::Done { peak_memory } => {
                 worker.stage = Stage::Done;
-                worker.peak_memory = *peak_memory;
+                worker.peak_memory = worker.peak_memory.max(*peak_memory);
             }
             _ => {}
         }

@@ -165,7 +165,7 @@ pub struct Ended {
     pub failure: Option<Failure>,
     /// Processes that even SIGKILL did not end, with where they wait.
     pub unkillable: Vec<String>,
-    /// Largest memory of each worker by its own account, in bytes.
+    /// Largest resident memory of each worker, in bytes.
     pub peak_memory: Vec<(WorkerName, u64)>,
 }
 
