@@ -25,33 +25,47 @@ pub trait Codec {
 /// Fills a key of `N` words from the lowest bit up.
 pub struct Writer<const N: usize> {
     key: [u64; N],
-    at: u32,
+    full: usize,
+    /// The word being filled, wide enough for a field that goes on in the next one.
+    word: u128,
+    bits: u32,
 }
 
 impl<const N: usize> Writer<N> {
     /// An empty key.
     pub fn new() -> Self {
-        Self { key: [0; N], at: 0 }
+        Self {
+            key: [0; N],
+            full: 0,
+            word: 0,
+            bits: 0,
+        }
     }
 
     /// The filled key.
-    pub fn finish(self) -> [u64; N] {
+    pub fn finish(mut self) -> [u64; N] {
+        if self.bits > 0 {
+            self.key[self.full] = self.word as u64;
+        }
         self.key
     }
 }
 
 impl<const N: usize> Codec for Writer<N> {
+    #[inline(always)]
     fn bits(&mut self, field: &mut u8, width: u32) {
         assert!(
             u32::from(*field) < 1 << width,
-            "a field of value {field} needs more than {width} bits"
+            "a field needs more bits than it has"
         );
-        let (word, bit) = ((self.at / 64) as usize, self.at % 64);
-        self.key[word] |= u64::from(*field) << bit;
-        if bit + width > 64 {
-            self.key[word + 1] |= u64::from(*field) >> (64 - bit);
+        self.word |= u128::from(*field) << self.bits;
+        self.bits += width;
+        if self.bits >= 64 {
+            self.key[self.full] = self.word as u64;
+            self.full += 1;
+            self.word >>= 64;
+            self.bits -= 64;
         }
-        self.at += width;
     }
 }
 
@@ -69,6 +83,7 @@ impl<'k> Reader<'k> {
 }
 
 impl Codec for Reader<'_> {
+    #[inline(always)]
     fn bits(&mut self, field: &mut u8, width: u32) {
         let (word, bit) = ((self.at / 64) as usize, self.at % 64);
         let mut value = self.key[word] >> bit;

@@ -2,3 +2,4 @@
 mod bits;
 mod explore;
 mod ring;
+mod whole;

@@ -1,0 +1,179 @@
+//! The protocol without mistakes: every size and every choice that the text leaves open is explored whole.
+
+use super::{Config, Leave, Leftover, Recount, Tags};
+use crate::explore::explore;
+
+/// More states than any exploration here has.
+pub const LIMIT: usize = 60_000_000;
+
+/// One target, two drafters, two units, one unit per step, one death, one replacement.
+pub const BASE: Config = Config {
+    targets: 1,
+    drafters: 2,
+    slots: 2,
+    units: 2,
+    evaluation: 0,
+    anchors: [1; 4],
+    batch: 1,
+    prefetch: false,
+    checkpoints: true,
+    stop: false,
+    quarantine: 0,
+    kills: 1,
+    respawns: 1,
+    reruns: 0,
+    tags: Tags::AtOnce,
+    recount: Recount::Stamped,
+    leftover: Leftover::Exceed,
+    leave: Leave::TakesG1Back,
+    mutant: None,
+};
+
+/// Drafters alone, with all units in slots from the start.
+pub const STEPS: Config = Config {
+    targets: 0,
+    checkpoints: false,
+    ..BASE
+};
+
+/// Drafters alone, with steps of two units.
+pub const WIDE_STEPS: Config = Config {
+    units: 3,
+    slots: 3,
+    batch: 2,
+    ..STEPS
+};
+
+/// Everything at once, with one target.
+pub const WHOLE: Config = Config {
+    evaluation: 1,
+    slots: 3,
+    prefetch: true,
+    stop: true,
+    quarantine: 1,
+    ..BASE
+};
+
+/// Explores `config` whole; it must be sound and have more than `minimum` states.
+fn check(name: &str, minimum: usize, config: Config) {
+    explore(&config, LIMIT).expect_clean(name, minimum);
+}
+
+#[test]
+fn drafters_alone() {
+    let two_deaths = Config {
+        kills: 2,
+        stop: true,
+        ..STEPS
+    };
+    check("two deaths and a stop", 300_000, two_deaths);
+    let three = Config {
+        drafters: 3,
+        respawns: 0,
+        ..STEPS
+    };
+    check("three drafters", 200_000, three);
+}
+
+/// The text leaves open when an item is tagged, who counts the items of survivors, and what becomes of those
+/// that find no room: all of these hold.
+#[test]
+fn every_way_to_count_items_after_an_abort() {
+    let uneven = Config {
+        anchors: [1, 2, 1, 0],
+        ..WIDE_STEPS
+    };
+    for leftover in [Leftover::Exceed, Leftover::HandBack, Leftover::Keep] {
+        for (tags, recount) in [
+            (Tags::AtOnce, Recount::Stamped),
+            (Tags::AtClose, Recount::Stamped),
+            (Tags::AtClose, Recount::ByTheHolder),
+        ] {
+            let config = Config {
+                tags,
+                recount,
+                leftover,
+                ..uneven
+            };
+            let name = format!("{tags:?}, {recount:?}, {leftover:?}");
+            check(&name, 50_000, config);
+        }
+    }
+}
+
+#[test]
+fn two_targets_and_two_drafters() {
+    let config = Config { targets: 2, ..BASE };
+    check("two targets and two drafters", 800_000, config);
+}
+
+#[test]
+fn everything_at_once_with_one_target() {
+    check("everything, one target", 1_500_000, WHOLE);
+}
+
+#[test]
+fn all_drafters_dead() {
+    let two_drafters = Config {
+        kills: 2,
+        respawns: 0,
+        ..BASE
+    };
+    check("both drafters dead", 200_000, two_drafters);
+    let two_targets = Config {
+        targets: 2,
+        drafters: 1,
+        kills: 2,
+        ..BASE
+    };
+    check("the only drafter dead", 200_000, two_targets);
+}
+
+#[test]
+fn a_recovery_that_begins_again() {
+    let config = Config {
+        reruns: 1,
+        quarantine: 2,
+        units: 1,
+        ..BASE
+    };
+    check("a recovery begun again", 100_000, config);
+}
+
+#[test]
+#[ignore = "minutes and gigabytes"]
+fn everything_at_once_with_two_targets() {
+    let config = Config {
+        targets: 2,
+        ..WHOLE
+    };
+    check("everything, two targets", 8_000_000, config);
+}
+
+#[test]
+#[ignore = "minutes and gigabytes"]
+fn larger_sizes() {
+    let three_drafters = Config {
+        drafters: 3,
+        ..STEPS
+    };
+    check("three drafters, one replaced", 2_000_000, three_drafters);
+    let four_units = Config {
+        units: 4,
+        slots: 4,
+        batch: 2,
+        prefetch: true,
+        ..BASE
+    };
+    check("four units", 2_000_000, four_units);
+    let roll_back = Config {
+        targets: 2,
+        drafters: 1,
+        kills: 2,
+        evaluation: 1,
+        quarantine: 1,
+        stop: true,
+        ..BASE
+    };
+    check("roll-back with everything", 2_000_000, roll_back);
+}
