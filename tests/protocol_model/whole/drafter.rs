@@ -233,7 +233,7 @@ impl Here<'_> {
     }
 
     fn checkpoint(&mut self) {
-        let step = self.me.step - 1;
+        let step = rules::step_to_save(self.config, self.me);
         let units = rules::units_done_up_to(self.config, self.state, step);
         if units != self.me.weights {
             self.violation(
@@ -480,6 +480,9 @@ impl Here<'_> {
             }
             return self.go("makes the optimizer step", None, |_, me| {
                 me.weights |= me.reduced;
+                if me.reduced != 0 {
+                    me.trained = me.step;
+                }
                 me.reduced = 0;
                 me.line = DrafterLine::C2;
             });
@@ -613,7 +616,7 @@ impl Here<'_> {
     fn leaving(&mut self) {
         let (config, state, me) = (self.config, self.state, self.me);
         let saved = !config.checkpoints
-            || state.checkpoint.step >= me.step - 1
+            || state.checkpoint.step >= rules::step_to_save(config, me)
             || config.is(Mutant::LeaveBeforeCheckpoint);
         if saved {
             self.go("leaves", None, |_, me| {
@@ -673,6 +676,7 @@ impl Here<'_> {
         if let Some(other) = (0..config.drafters).find(|other| *other != seat && joined(other)) {
             self.go("gets the weights of drafter", other, |next, me| {
                 me.weights = next.drafters[other].weights;
+                me.trained = next.drafters[other].trained;
                 me.line = DrafterLine::Take;
             });
         }

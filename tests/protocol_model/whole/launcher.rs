@@ -379,7 +379,7 @@ impl Here<'_> {
             next.launcher = IDLE;
             if grows {
                 next.word.members |= bit(seat);
-                next.drafters[seat].begin(DrafterLine::Boot, &next.word, 0);
+                next.drafters[seat].begin(DrafterLine::Boot, &next.word);
                 if !config.is(Mutant::NewcomerOwesC2) {
                     next.drafters[seat].seat.c2_done = next.word.step - 1;
                 }
@@ -462,7 +462,9 @@ impl Here<'_> {
             for seat in members_of(next.word.members) {
                 let c2_done = next.drafters[seat].seat.c2_done;
                 let drafter = &mut next.drafters[seat];
-                drafter.begin(DrafterLine::Start, &next.word, next.checkpoint.units);
+                drafter.begin(DrafterLine::Start, &next.word);
+                drafter.weights = next.checkpoint.units;
+                drafter.trained = next.checkpoint.step;
                 drafter.seat.c2_done = match config.is(Mutant::C2DoneOutlivesRoll) {
                     true => c2_done,
                     false => next.checkpoint.step,

@@ -169,15 +169,16 @@ fn in_counting_only_tagged_items() {
 /// its g2 and leaves; the other's g2 then commits the step, and it waits for a checkpoint of that step, which
 /// the lowest member, having left, will never write.
 #[test]
-fn in_leaving_from_any_wait() {
+fn in_waiting_for_the_checkpoint_of_an_empty_step() {
     let config = Config {
         leave: Leave::FromAnyWait,
+        saves_empty_steps: true,
         units: 1,
         stop: true,
         quarantine: 1,
         ..BASE
     };
-    explore(&config, LIMIT).expect_stuck("leaving from any wait");
+    explore(&config, LIMIT).expect_stuck("waiting for an empty step's checkpoint");
 }
 
 #[test]

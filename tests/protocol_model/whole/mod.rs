@@ -89,6 +89,8 @@ struct Config {
     prefetch: bool,
     /// A checkpoint after every step; without, the last drafter with weights is never killed.
     checkpoints: bool,
+    /// A step without items is followed by a checkpoint too.
+    saves_empty_steps: bool,
     /// A stop may be asked at any time.
     stop: bool,
     /// Deaths that quarantine a unit; 0 is never.

@@ -1,7 +1,8 @@
 //! What must hold, and the questions that several processes ask of shared memory.
 
 use super::state::{
-    DrafterLine, LauncherLine, Mask, Phase, State, TargetLine, UnitState, bit, has, members_of,
+    Drafter, DrafterLine, LauncherLine, Mask, Phase, State, TargetLine, UnitState, bit, has,
+    members_of,
 };
 use super::{Config, Leftover, Mutant};
 
@@ -40,16 +41,24 @@ pub fn units_done_up_to(config: &Config, state: &State, step: u8) -> Mask {
     config.training_units().filter(done).map(bit).sum()
 }
 
+/// The step whose checkpoint `drafter` wants before its next g1 and before it leaves.
+pub fn step_to_save(config: &Config, drafter: &Drafter) -> u8 {
+    match config.saves_empty_steps {
+        true => drafter.step - 1,
+        false => drafter.trained,
+    }
+}
+
 /// The drafter in `seat` is the lowest member and the checkpoint before its step is missing.
 pub fn owes_checkpoint(config: &Config, state: &State, seat: usize) -> bool {
     config.checkpoints
         && state.word.members.trailing_zeros() as usize == seat
-        && state.checkpoint.step < state.drafters[seat].step - 1
+        && state.checkpoint.step < step_to_save(config, &state.drafters[seat])
 }
 
 /// It owes a checkpoint, and every member shows its c2 done.
 pub fn may_checkpoint(config: &Config, state: &State, seat: usize) -> bool {
-    let step = state.drafters[seat].step - 1;
+    let step = step_to_save(config, &state.drafters[seat]);
     owes_checkpoint(config, state, seat)
         && (config.is(Mutant::CheckpointBeforeC2)
             || members_of(state.word.members)

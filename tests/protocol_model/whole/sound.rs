@@ -17,6 +17,7 @@ pub const BASE: Config = Config {
     batch: 1,
     prefetch: false,
     checkpoints: true,
+    saves_empty_steps: false,
     stop: false,
     quarantine: 0,
     kills: 1,
@@ -110,6 +111,27 @@ fn two_targets_and_two_drafters() {
 #[test]
 fn everything_at_once_with_one_target() {
     check("everything, one target", 1_500_000, WHOLE);
+}
+
+/// With a stop, steps may be empty; a death may settle the last unit while drafters are in one.
+#[test]
+fn every_way_to_leave_an_empty_step() {
+    for (leave, saves_empty_steps) in [
+        (Leave::TakesG1Back, false),
+        (Leave::TakesG1Back, true),
+        (Leave::FromAnyWait, false),
+    ] {
+        let config = Config {
+            leave,
+            saves_empty_steps,
+            units: 1,
+            stop: true,
+            quarantine: 1,
+            ..BASE
+        };
+        let name = format!("{leave:?}, saves empty steps: {saves_empty_steps}");
+        check(&name, 100_000, config);
+    }
 }
 
 #[test]

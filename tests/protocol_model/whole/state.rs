@@ -258,6 +258,8 @@ pub struct Drafter {
     pub stopping: bool,
     /// Units whose gradient is in its weights.
     pub weights: Mask,
+    /// The last step that changed them.
+    pub trained: u8,
     /// Only with [`Mutant::SentinelInOwnMemory`]: it has taken a sentinel.
     pub drained: bool,
     /// Its seat.
@@ -765,18 +767,18 @@ impl Drafter {
             reduced: 0,
             stopping: false,
             weights: 0,
+            trained: 0,
             drained: false,
             seat: EMPTY_SEAT,
         }
     }
 
-    /// Begins (step, gen) in `line` with `weights`, in a seat that owes no c2.
-    pub fn begin(&mut self, line: DrafterLine, word: &StepWord, weights: Mask) {
+    /// Begins the word's step in `line`, without weights, in a seat that owes no c2.
+    pub fn begin(&mut self, line: DrafterLine, word: &StepWord) {
         *self = Self {
             line,
             step: word.step,
             generation: word.generation,
-            weights,
             ..Self::starting()
         };
     }
@@ -804,6 +806,7 @@ impl Drafter {
         codec.bits(&mut self.reduced, 4);
         codec.flag(&mut self.stopping);
         codec.bits(&mut self.weights, 4);
+        codec.bits(&mut self.trained, 3);
         codec.flag(&mut self.drained);
         codec.bits(&mut self.seat.step, 3);
         codec.bits(&mut self.seat.generation, 3);
@@ -822,7 +825,7 @@ impl Drafter {
         self.is_alive() && self.line != DrafterLine::Boot
     }
 
-    /// The last step whose update is in its weights.
+    /// The last step whose commit it has seen.
     pub fn applied(&self) -> u8 {
         match self.line {
             DrafterLine::C2 | DrafterLine::C3 | DrafterLine::C2Done => self.step,
