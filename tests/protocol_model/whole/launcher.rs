@@ -1,8 +1,8 @@
 //! The launcher: recovery, replacement and roll-back, one access at a time beside everybody else.
 
+use super::members::{DrafterLine, IDLE, LauncherLine, Target, TargetLine};
 use super::state::{
-    Budget, DrafterLine, FREE, IDLE, LauncherLine, Phase, State, StepState, StepWord, Target,
-    TargetLine, UnitState, bit, has, members_of,
+    Budget, FREE, Phase, State, StepState, StepWord, UnitState, bit, has, members_of,
 };
 use super::target::publish_sentinels;
 use super::{Config, Mutant, Recount, rules};
@@ -443,10 +443,7 @@ impl Here<'_> {
             });
         }
         self.go("starts new drafters from the checkpoint", None, |next| {
-            let step = match config.is(Mutant::RollKeepsStep) {
-                true => next.word.step,
-                false => next.checkpoint.step + 1,
-            };
+            let step = next.checkpoint.step + 1;
             next.word = StepWord {
                 step,
                 generation: next.word.generation + 1,

@@ -230,7 +230,6 @@ fn in_a_roll_back() {
         (Mutant::FinishClearedFirst, one_drafter, TOO_EARLY),
         (Mutant::SentinelsOutliveRoll, one_drafter, TOO_EARLY),
         (Mutant::RollForgetsGivenUp, two_targets, Sticks),
-        (Mutant::RollKeepsStep, one_drafter, Sticks),
         (
             Mutant::C2DoneOutlivesRoll,
             two_drafters,

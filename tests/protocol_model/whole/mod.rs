@@ -13,8 +13,10 @@
 //!   member died inside it, or never end until the abort.
 //! - *Snapshot and write of a checkpoint* are one access: dying between them is dying before both.
 
+mod canon;
 mod drafter;
 mod launcher;
+mod members;
 mod mistakes;
 mod rules;
 mod sound;
@@ -25,9 +27,8 @@ use std::ops::Range;
 
 use crate::bits::{Reader, Writer};
 use crate::explore::{Model, Steps, label};
-use state::{
-    Drafter, DrafterLine, LauncherLine, MAX_UNITS, Mask, NONE, State, Target, TargetLine, bit,
-};
+use members::{Drafter, DrafterLine, LauncherLine, Target, TargetLine};
+use state::{MAX_UNITS, Mask, NONE, State, bit};
 
 /// When c0t is made.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -212,8 +213,6 @@ enum Mutant {
     RollForgetsGivenUp,
     /// A roll-back leaves the sentinels.
     SentinelsOutliveRoll,
-    /// A roll-back leaves the step number.
-    RollKeepsStep,
     /// A roll-back leaves what the dead seats showed of their c2.
     C2DoneOutlivesRoll,
     /// A newcomer's seat shows no c2 done.

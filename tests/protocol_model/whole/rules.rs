@@ -1,9 +1,7 @@
 //! What must hold, and the questions that several processes ask of shared memory.
 
-use super::state::{
-    Drafter, DrafterLine, LauncherLine, Mask, Phase, State, TargetLine, UnitState, bit, has,
-    members_of,
-};
+use super::members::{Drafter, DrafterLine, LauncherLine, TargetLine};
+use super::state::{Mask, Phase, State, UnitState, bit, has, members_of};
 use super::{Config, Leftover, Mutant};
 
 /// The unit is settled, or lies where drafters can get at it: no target has to make it.

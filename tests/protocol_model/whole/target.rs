@@ -1,6 +1,7 @@
 //! The lines of a live target.
 
-use super::state::{FREE, NONE, Phase, Slot, State, Target, TargetLine, UnitState, bit, has};
+use super::members::{Target, TargetLine};
+use super::state::{FREE, NONE, Phase, Slot, State, UnitState, bit, has};
 use super::{Config, Mutant, rules};
 use crate::explore::{Steps, label};
 
