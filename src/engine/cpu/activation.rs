@@ -21,14 +21,17 @@ pub(super) fn forward(cpu: &Cpu, gate_up: Rows<'_>, y: RowsMut<'_>) {
     let work = y.rows * inner * 4;
     cpu.for_each(work, y.chunks_of_task(), |chunk| {
         let (first, mut y) = (chunk.first, chunk.rows);
-        wide(|| {
-            for r in 0..y.rows {
-                let (gate, up) = gate_up.row(first + r).split_at(inner);
-                for ((y, gate), up) in y.row_mut(r).iter_mut().zip(gate).zip(up) {
-                    *y = gate * sigmoid(*gate) * up;
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..y.rows {
+                    let (gate, up) = gate_up.row(first + r).split_at(inner);
+                    for ((y, gate), up) in y.row_mut(r).iter_mut().zip(gate).zip(up) {
+                        *y = gate * sigmoid(*gate) * up;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }
 
@@ -47,17 +50,20 @@ pub(super) fn backward(cpu: &Cpu, dy: Rows<'_>, gate_up: Rows<'_>, d_gate_up: Ro
     let work = dy.rows * inner * 4;
     cpu.for_each(work, d_gate_up.chunks_of_task(), |chunk| {
         let (first, mut out) = (chunk.first, chunk.rows);
-        wide(|| {
-            for r in 0..out.rows {
-                let dy = dy.row(first + r);
-                let (gate, up) = gate_up.row(first + r).split_at(inner);
-                let (d_gate, d_up) = out.row_mut(r).split_at_mut(inner);
-                for i in 0..inner {
-                    let s = sigmoid(gate[i]);
-                    d_gate[i] = dy[i] * up[i] * s * (1.0 + gate[i] * (1.0 - s));
-                    d_up[i] = dy[i] * gate[i] * s;
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..out.rows {
+                    let dy = dy.row(first + r);
+                    let (gate, up) = gate_up.row(first + r).split_at(inner);
+                    let (d_gate, d_up) = out.row_mut(r).split_at_mut(inner);
+                    for i in 0..inner {
+                        let s = sigmoid(gate[i]);
+                        d_gate[i] = dy[i] * up[i] * s * (1.0 + gate[i] * (1.0 - s));
+                        d_up[i] = dy[i] * gate[i] * s;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }

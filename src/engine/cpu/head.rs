@@ -68,18 +68,21 @@ fn best(logits: &[f32], ids: &mut [u32], log_probs: &mut [f32]) {
         }
     }
     let largest = found[0].0;
-    let total = wide(|| {
-        // Float64: a vocabulary is long, and these values are compared with one another.
-        let mut total = 0.0f64;
-        for piece in logits.chunks(64) {
-            let mut sum = 0.0f32;
-            for z in piece {
-                sum += exp(z - largest);
+    let total = wide(
+        #[inline(always)]
+        || {
+            // Float64: a vocabulary is long, and these values are compared with one another.
+            let mut total = 0.0f64;
+            for piece in logits.chunks(64) {
+                let mut sum = 0.0f32;
+                for z in piece {
+                    sum += exp(z - largest);
+                }
+                total += f64::from(sum);
             }
-            total += f64::from(sum);
-        }
-        total
-    });
+            total
+        },
+    );
     for (i, (z, id)) in found.into_iter().enumerate() {
         ids[i] = id;
         log_probs[i] = (f64::from(z) - f64::from(largest) - total.ln()) as f32;

@@ -217,31 +217,34 @@ fn measure(
     let work = logits.len() * 4;
     cpu.for_each(work, chunk.iter_mut().enumerate(), |(i, slot)| {
         let z = &logits[i * vocabulary..][..vocabulary];
-        wide(|| {
-            let largest = max(z);
-            slot.lse = largest + sum_of_exps(z, largest, 1.0).ln();
-            let label = slot.label as usize;
-            let cross_entropy = slot.lse - z[label];
-            slot.q = exp(-cross_entropy);
-            slot.correct = z[label] == largest && !z[..label].contains(&largest);
-            slot.term = cross_entropy;
-            if let Some(taught) = taught {
-                let kl = divergence(
-                    &taught[i * vocabulary..][..vocabulary],
-                    z,
-                    options.kl_temperature,
-                );
-                let t = options.kl_temperature;
-                slot.term =
-                    (1.0 - options.kl_weight) * cross_entropy + options.kl_weight * t * t * kl;
-            }
-            if options.cap_lambda != 0.0 {
-                slot.entropy = entropy(z, slot.lse);
-                if slot.correct {
-                    slot.term += options.cap_lambda * slot.entropy;
+        wide(
+            #[inline(always)]
+            || {
+                let largest = max(z);
+                slot.lse = largest + sum_of_exps(z, largest, 1.0).ln();
+                let label = slot.label as usize;
+                let cross_entropy = slot.lse - z[label];
+                slot.q = exp(-cross_entropy);
+                slot.correct = z[label] == largest && !z[..label].contains(&largest);
+                slot.term = cross_entropy;
+                if let Some(taught) = taught {
+                    let kl = divergence(
+                        &taught[i * vocabulary..][..vocabulary],
+                        z,
+                        options.kl_temperature,
+                    );
+                    let t = options.kl_temperature;
+                    slot.term =
+                        (1.0 - options.kl_weight) * cross_entropy + options.kl_weight * t * t * kl;
                 }
-            }
-        });
+                if options.cap_lambda != 0.0 {
+                    slot.entropy = entropy(z, slot.lse);
+                    if slot.correct {
+                        slot.term += options.cap_lambda * slot.entropy;
+                    }
+                }
+            },
+        );
     });
 }
 
@@ -346,42 +349,45 @@ fn differentiate(
         .zip(logits.chunks_mut(vocabulary))
         .zip(taught.iter_mut());
     cpu.for_each(work, tasks, |((slot, z), taught)| {
-        wide(|| {
-            let label = slot.label as usize;
-            let confident = if slot.correct {
-                options.cap_lambda
-            } else {
-                0.0
-            };
-            // The soft part, before the logits are overwritten: t · (softmax(z/t) − softmax(taught/t)).
-            if let Some(taught) = taught {
-                let (max_z, max_taught) = (max(z), max(taught));
-                let share = slot.weight * options.kl_weight * t;
-                let of_z = share / sum_of_exps(z, max_z, 1.0 / t);
-                let of_taught = share / sum_of_exps(taught, max_taught, 1.0 / t);
-                for (taught, z) in taught.iter_mut().zip(z.iter()) {
-                    *taught =
-                        exp((z - max_z) / t) * of_z - exp((*taught - max_taught) / t) * of_taught;
+        wide(
+            #[inline(always)]
+            || {
+                let label = slot.label as usize;
+                let confident = if slot.correct {
+                    options.cap_lambda
+                } else {
+                    0.0
+                };
+                // The soft part, before the logits are overwritten: t · (softmax(z/t) − softmax(taught/t)).
+                if let Some(taught) = taught {
+                    let (max_z, max_taught) = (max(z), max(taught));
+                    let share = slot.weight * options.kl_weight * t;
+                    let of_z = share / sum_of_exps(z, max_z, 1.0 / t);
+                    let of_taught = share / sum_of_exps(taught, max_taught, 1.0 / t);
+                    for (taught, z) in taught.iter_mut().zip(z.iter()) {
+                        *taught = exp((z - max_z) / t) * of_z
+                            - exp((*taught - max_taught) / t) * of_taught;
+                    }
                 }
-            }
-            if confident == 0.0 {
-                let share = slot.weight * hard;
-                for z in z.iter_mut() {
-                    *z = share * exp(*z - slot.lse);
+                if confident == 0.0 {
+                    let share = slot.weight * hard;
+                    for z in z.iter_mut() {
+                        *z = share * exp(*z - slot.lse);
+                    }
+                } else {
+                    for z in z.iter_mut() {
+                        let log_p = *z - slot.lse;
+                        let p = exp(log_p);
+                        *z = slot.weight * p * (hard - confident * (log_p + slot.entropy));
+                    }
                 }
-            } else {
-                for z in z.iter_mut() {
-                    let log_p = *z - slot.lse;
-                    let p = exp(log_p);
-                    *z = slot.weight * p * (hard - confident * (log_p + slot.entropy));
+                z[label] -= slot.weight * hard;
+                if let Some(taught) = taught {
+                    for (z, taught) in z.iter_mut().zip(taught.iter()) {
+                        *z += taught;
+                    }
                 }
-            }
-            z[label] -= slot.weight * hard;
-            if let Some(taught) = taught {
-                for (z, taught) in z.iter_mut().zip(taught.iter()) {
-                    *z += taught;
-                }
-            }
-        });
+            },
+        );
     });
 }

@@ -44,10 +44,13 @@ pub(super) fn add_bias(cpu: &Cpu, bias: &[f32], y: RowsMut<'_>) {
     let work = y.rows * y.cols;
     cpu.for_each(work, y.chunks_of_task(), |chunk| {
         let mut y = chunk.rows;
-        wide(|| {
-            for r in 0..y.rows {
-                axpy(1.0, bias, y.row_mut(r));
-            }
-        });
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..y.rows {
+                    axpy(1.0, bias, y.row_mut(r));
+                }
+            },
+        );
     });
 }

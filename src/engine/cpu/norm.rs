@@ -70,18 +70,21 @@ pub(super) fn forward(
     let per = Cpu::rows_per_task(h.cols);
     cpu.for_each(work, h.chunks(per).zip(y.chunks(per)), |(h, y)| {
         let (first, mut h, mut y) = (h.first, h.rows, y.rows);
-        wide(|| {
-            for r in 0..h.rows {
-                let h = h.row_mut(r);
-                if let Some(delta) = delta {
-                    axpy(1.0, delta.row(first + r), h);
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..h.rows {
+                    let h = h.row_mut(r);
+                    if let Some(delta) = delta {
+                        axpy(1.0, delta.row(first + r), h);
+                    }
+                    let inverse = inverse_rms(h, eps);
+                    for ((y, x), w) in y.row_mut(r).iter_mut().zip(h.iter()).zip(w) {
+                        *y = x * inverse * w;
+                    }
                 }
-                let inverse = inverse_rms(h, eps);
-                for ((y, x), w) in y.row_mut(r).iter_mut().zip(h.iter()).zip(w) {
-                    *y = x * inverse * w;
-                }
-            }
-        });
+            },
+        );
     });
 }
 
@@ -105,9 +108,15 @@ pub(super) fn backward(
         (x.rows, cols, cols),
         "shapes of a norm's gradient"
     );
-    summed_by_rows(cpu, dx, dw, |row, dx, dw| {
-        backward_row(dy.row(row), x.row(row), w, eps, dx, dw, true);
-    });
+    summed_by_rows(
+        cpu,
+        dx,
+        dw,
+        #[inline(always)]
+        |row, dx, dw| {
+            backward_row(dy.row(row), x.row(row), w, eps, dx, dw, true);
+        },
+    );
 }
 
 /// Calls `f(row, dx row, dw)` for each row of `dx`, where the `dw`s of [`ROWS_PER_SUM`] rows are one partial sum;
@@ -127,11 +136,14 @@ pub(super) fn summed_by_rows(
     cpu.for_each(work, tasks, |(chunk, sum)| {
         let (first, mut dx) = (chunk.first, chunk.rows);
         sum.fill(0.0);
-        wide(|| {
-            for r in 0..dx.rows {
-                f(first + r, dx.row_mut(r), sum);
-            }
-        });
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..dx.rows {
+                    f(first + r, dx.row_mut(r), sum);
+                }
+            },
+        );
     });
     for sum in partial.chunks(n.max(1)) {
         for (dw, sum) in dw.iter_mut().zip(sum) {

@@ -60,24 +60,27 @@ pub(super) fn adamw(
     cpu.for_each(work, tasks, |(((master, m), v), weight)| {
         let (first, mut master, mut m, mut v) = (master.first, master.rows, m.rows, v.rows);
         let mut weight = weight.map(|chunk| chunk.rows);
-        wide(|| {
-            for r in 0..master.rows {
-                let grad = grad.row(first + r);
-                let (x, m, v) = (master.row_mut(r), m.row_mut(r), v.row_mut(r));
-                let n = grad.len();
-                let (x, m, v) = (&mut x[..n], &mut m[..n], &mut v[..n]);
-                for i in 0..n {
-                    let g = grad[i] * grad_scale;
-                    m[i] = beta1 * m[i] + (1.0 - beta1) * g;
-                    v[i] = beta2 * v[i] + (1.0 - beta2) * g * g;
-                    let step = (m[i] * correct_m) / ((v[i] * correct_v).sqrt() + eps);
-                    x[i] = x[i] * keep - lr * step;
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..master.rows {
+                    let grad = grad.row(first + r);
+                    let (x, m, v) = (master.row_mut(r), m.row_mut(r), v.row_mut(r));
+                    let n = grad.len();
+                    let (x, m, v) = (&mut x[..n], &mut m[..n], &mut v[..n]);
+                    for i in 0..n {
+                        let g = grad[i] * grad_scale;
+                        m[i] = beta1 * m[i] + (1.0 - beta1) * g;
+                        v[i] = beta2 * v[i] + (1.0 - beta2) * g * g;
+                        let step = (m[i] * correct_m) / ((v[i] * correct_v).sqrt() + eps);
+                        x[i] = x[i] * keep - lr * step;
+                    }
+                    if let Some(weight) = &mut weight {
+                        weight.row_mut(r).copy_from_slice(x);
+                    }
                 }
-                if let Some(weight) = &mut weight {
-                    weight.row_mut(r).copy_from_slice(x);
-                }
-            }
-        });
+            },
+        );
     });
 }
 
@@ -90,7 +93,10 @@ pub(super) fn sum_squares(cpu: &Cpu, x: Rows<'_>) -> f32 {
         let (row, piece) = (i / pieces_per_row, i % pieces_per_row);
         let x = x.row(row);
         let x = &x[piece * PIECE..x.len().min((piece + 1) * PIECE)];
-        *sum = wide(|| dot(x, x));
+        *sum = wide(
+            #[inline(always)]
+            || dot(x, x),
+        );
     };
     cpu.for_each(work, tasks, square);
     sums.iter().map(|&s| f64::from(s)).sum::<f64>() as f32
@@ -99,14 +105,17 @@ pub(super) fn sum_squares(cpu: &Cpu, x: Rows<'_>) -> f32 {
 pub(super) fn has_non_finite(x: Rows<'_>) -> bool {
     // 0 · x is 0 for every number and NaN for the rest.
     (0..x.rows).any(|r| {
-        wide(|| {
-            x.row(r).chunks(64).any(|piece| {
-                let mut differences = [0.0; 64];
-                for (d, x) in differences.iter_mut().zip(piece) {
-                    *d = 0.0 * x;
-                }
-                sum(&differences) != 0.0
-            })
-        })
+        wide(
+            #[inline(always)]
+            || {
+                x.row(r).chunks(64).any(|piece| {
+                    let mut differences = [0.0; 64];
+                    for (d, x) in differences.iter_mut().zip(piece) {
+                        *d = 0.0 * x;
+                    }
+                    sum(&differences) != 0.0
+                })
+            },
+        )
     })
 }

@@ -90,23 +90,26 @@ pub(super) fn forward(cpu: &Cpu, x: Rows<'_>, heads: HeadNorm<'_>, turn: Turn<'_
     let work = x.rows * x.cols;
     cpu.for_each(work, y.chunks_of_task(), |chunk| {
         let (first, mut y) = (chunk.first, chunk.rows);
-        wide(|| {
-            for r in 0..y.rows {
-                let (cos, sin) = turn.at(first + r);
-                let x = x.row(first + r);
-                for (x, y) in x.chunks_exact(dim).zip(y.row_mut(r).chunks_exact_mut(dim)) {
-                    if let Some(w) = w {
-                        let inverse = inverse_rms(x, eps);
-                        for i in 0..dim {
-                            y[i] = x[i] * inverse * w[i];
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..y.rows {
+                    let (cos, sin) = turn.at(first + r);
+                    let x = x.row(first + r);
+                    for (x, y) in x.chunks_exact(dim).zip(y.row_mut(r).chunks_exact_mut(dim)) {
+                        if let Some(w) = w {
+                            let inverse = inverse_rms(x, eps);
+                            for i in 0..dim {
+                                y[i] = x[i] * inverse * w[i];
+                            }
+                        } else {
+                            y.copy_from_slice(x);
                         }
-                    } else {
-                        y.copy_from_slice(x);
+                        rotate(y, cos, sin);
                     }
-                    rotate(y, cos, sin);
                 }
-            }
-        });
+            },
+        );
     });
 }
 
@@ -131,17 +134,23 @@ pub(super) fn backward(
         (0, x.rows),
         "shapes of heads"
     );
-    summed_by_rows(cpu, dx, dw, |row, dx, dw| {
-        let (cos, sin) = turn.at(row);
-        let (x, dy) = (x.row(row), dy.row(row));
-        for (i, dx) in dx.chunks_exact_mut(dim).enumerate() {
-            let mut turned = [0.0; MAX_DIM];
-            let turned = &mut turned[..dim];
-            turned.copy_from_slice(&dy[i * dim..][..dim]);
-            rotate_back(turned, cos, sin);
-            backward_row(turned, &x[i * dim..][..dim], w, eps, dx, dw, false);
-        }
-    });
+    summed_by_rows(
+        cpu,
+        dx,
+        dw,
+        #[inline(always)]
+        |row, dx, dw| {
+            let (cos, sin) = turn.at(row);
+            let (x, dy) = (x.row(row), dy.row(row));
+            for (i, dx) in dx.chunks_exact_mut(dim).enumerate() {
+                let mut turned = [0.0; MAX_DIM];
+                let turned = &mut turned[..dim];
+                turned.copy_from_slice(&dy[i * dim..][..dim]);
+                rotate_back(turned, cos, sin);
+                backward_row(turned, &x[i * dim..][..dim], w, eps, dx, dw, false);
+            }
+        },
+    );
 }
 
 /// Largest head size.

@@ -185,14 +185,17 @@ mod tests {
             let x: Vec<f32> = (0..len).map(|i| ((i * 37 % 101) as f32).sin()).collect();
             let mut inside = x.clone();
             let mut outside = x.clone();
-            let by_vectors = wide(|| {
-                (
-                    sum(&x),
-                    dot(&x, &x),
-                    max(&x),
-                    exp_sum(&mut inside, 0.5, 3.0),
-                )
-            });
+            let by_vectors = wide(
+                #[inline(always)]
+                || {
+                    (
+                        sum(&x),
+                        dot(&x, &x),
+                        max(&x),
+                        exp_sum(&mut inside, 0.5, 3.0),
+                    )
+                },
+            );
             let plain = (
                 sum(&x),
                 dot(&x, &x),

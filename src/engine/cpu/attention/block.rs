@@ -227,34 +227,38 @@ fn attend(
             context_k,
             MatMut::new(s, rows, context, width),
         );
-        wide(|| {
-            for (r, s) in s.chunks_exact_mut(width).enumerate() {
-                let (ctx, own) = s.split_at_mut(context);
-                let slots = blocks.own(r % size);
-                let block_row = first_row + r / size * size;
-                let query = q.head_row(first_row + r, head, dim);
-                own_products(
-                    query,
-                    keys.block_k,
-                    (block_row, kv, dim),
-                    slots.clone(),
-                    own,
-                );
-                let seen = tile.visible(blocks, r);
-                ctx[..seen.start].fill(0.0);
-                ctx[seen.end..].fill(0.0);
-                own[..slots.start].fill(0.0);
-                own[slots.end..].fill(0.0);
-                let (ctx, own) = (&mut ctx[seen], &mut own[slots]);
-                let largest = max(ctx).max(max(own));
-                let total = exp_sum(ctx, largest, shape.scale) + exp_sum(own, largest, shape.scale);
-                lse.row_mut(r)[head] = largest * shape.scale + total.ln();
-                let inverse = inverse(total);
-                for p in ctx.iter_mut().chain(own) {
-                    *p *= inverse;
+        wide(
+            #[inline(always)]
+            || {
+                for (r, s) in s.chunks_exact_mut(width).enumerate() {
+                    let (ctx, own) = s.split_at_mut(context);
+                    let slots = blocks.own(r % size);
+                    let block_row = first_row + r / size * size;
+                    let query = q.head_row(first_row + r, head, dim);
+                    own_products(
+                        query,
+                        keys.block_k,
+                        (block_row, kv, dim),
+                        slots.clone(),
+                        own,
+                    );
+                    let seen = tile.visible(blocks, r);
+                    ctx[..seen.start].fill(0.0);
+                    ctx[seen.end..].fill(0.0);
+                    own[..slots.start].fill(0.0);
+                    own[slots.end..].fill(0.0);
+                    let (ctx, own) = (&mut ctx[seen], &mut own[slots]);
+                    let largest = max(ctx).max(max(own));
+                    let total =
+                        exp_sum(ctx, largest, shape.scale) + exp_sum(own, largest, shape.scale);
+                    lse.row_mut(r)[head] = largest * shape.scale + total.ln();
+                    let inverse = inverse(total);
+                    for p in ctx.iter_mut().chain(own) {
+                        *p *= inverse;
+                    }
                 }
-            }
-        });
+            },
+        );
         product(
             Mat::new(s, rows, context, width),
             keys.context_v
@@ -262,18 +266,21 @@ fn attend(
             out.head(0, rows, head, dim),
             false,
         );
-        wide(|| {
-            for (r, s) in s.chunks_exact(width).enumerate() {
-                let block_row = first_row + r / size * size;
-                let out = out.head_row(r, head, dim);
-                for j in blocks.own(r % size) {
-                    axpy(
-                        s[context + j],
-                        keys.block_v.head_row(block_row + j, kv, dim),
-                        out,
-                    );
+        wide(
+            #[inline(always)]
+            || {
+                for (r, s) in s.chunks_exact(width).enumerate() {
+                    let block_row = first_row + r / size * size;
+                    let out = out.head_row(r, head, dim);
+                    for j in blocks.own(r % size) {
+                        axpy(
+                            s[context + j],
+                            keys.block_v.head_row(block_row + j, kv, dim),
+                            out,
+                        );
+                    }
                 }
-            }
-        });
+            },
+        );
     }
 }

@@ -211,44 +211,47 @@ impl TileOfHead<'_> {
             keys.context_v.head(first_key, context, kv, dim),
             MatMut::new(ds, rows, context, width),
         );
-        wide(|| {
-            let rows = p
-                .chunks_exact_mut(width)
-                .zip(ds.chunks_exact_mut(width))
-                .take(rows);
-            for (r, (p, ds)) in rows.enumerate() {
-                let (seen, slots) = (tile.visible(blocks, r), blocks.own(r % size));
-                let block_row = first_row + r / size * size;
-                let d_out = saved.d_out.head_row(first_row + r, head, dim);
-                let at = (block_row, kv, dim);
-                own_products(
-                    saved.q.head_row(first_row + r, head, dim),
-                    keys.block_k,
-                    at,
-                    slots.clone(),
-                    &mut p[context..],
-                );
-                own_products(d_out, keys.block_v, at, slots.clone(), &mut ds[context..]);
-                let lse = saved.lse.row(first_row + r)[head];
-                let delta = dot(d_out, saved.out.head_row(first_row + r, head, dim));
-                let own = context + slots.start..context + slots.end;
-                for hidden in [
-                    0..seen.start,
-                    seen.end..context,
-                    context..own.start,
-                    own.end..width,
-                ] {
-                    p[hidden.clone()].fill(0.0);
-                    ds[hidden].fill(0.0);
-                }
-                for range in [seen, own] {
-                    for (p, ds) in p[range.clone()].iter_mut().zip(&mut ds[range]) {
-                        *p = exp(*p * shape.scale - lse);
-                        *ds = *p * (*ds - delta) * shape.scale;
+        wide(
+            #[inline(always)]
+            || {
+                let rows = p
+                    .chunks_exact_mut(width)
+                    .zip(ds.chunks_exact_mut(width))
+                    .take(rows);
+                for (r, (p, ds)) in rows.enumerate() {
+                    let (seen, slots) = (tile.visible(blocks, r), blocks.own(r % size));
+                    let block_row = first_row + r / size * size;
+                    let d_out = saved.d_out.head_row(first_row + r, head, dim);
+                    let at = (block_row, kv, dim);
+                    own_products(
+                        saved.q.head_row(first_row + r, head, dim),
+                        keys.block_k,
+                        at,
+                        slots.clone(),
+                        &mut p[context..],
+                    );
+                    own_products(d_out, keys.block_v, at, slots.clone(), &mut ds[context..]);
+                    let lse = saved.lse.row(first_row + r)[head];
+                    let delta = dot(d_out, saved.out.head_row(first_row + r, head, dim));
+                    let own = context + slots.start..context + slots.end;
+                    for hidden in [
+                        0..seen.start,
+                        seen.end..context,
+                        context..own.start,
+                        own.end..width,
+                    ] {
+                        p[hidden.clone()].fill(0.0);
+                        ds[hidden].fill(0.0);
+                    }
+                    for range in [seen, own] {
+                        for (p, ds) in p[range.clone()].iter_mut().zip(&mut ds[range]) {
+                            *p = exp(*p * shape.scale - lse);
+                            *ds = *p * (*ds - delta) * shape.scale;
+                        }
                     }
                 }
-            }
-        });
+            },
+        );
     }
 
     /// Adds this head's and tile's part to the gradients.
@@ -289,25 +292,28 @@ impl TileOfHead<'_> {
             to.context_v.head(tile.first_key, context, kv, dim),
             true,
         );
-        wide(|| {
-            for r in 0..rows {
-                let own = r * width + context;
-                let in_block = r / size * size;
-                let q = saved.q.head_row(first_row + r, head, dim);
-                let d_out = saved.d_out.head_row(first_row + r, head, dim);
-                let d_q = to.d_q.head_row(row_in_document + r, head, dim);
-                for j in blocks.own(r % size) {
-                    let (p, ds) = (p[own + j], ds[own + j]);
-                    axpy(
-                        ds,
-                        keys.block_k.head_row(first_row + in_block + j, kv, dim),
-                        d_q,
-                    );
-                    let key = row_in_document + in_block + j;
-                    axpy(ds, q, to.block_k.head_row(key, kv, dim));
-                    axpy(p, d_out, to.block_v.head_row(key, kv, dim));
+        wide(
+            #[inline(always)]
+            || {
+                for r in 0..rows {
+                    let own = r * width + context;
+                    let in_block = r / size * size;
+                    let q = saved.q.head_row(first_row + r, head, dim);
+                    let d_out = saved.d_out.head_row(first_row + r, head, dim);
+                    let d_q = to.d_q.head_row(row_in_document + r, head, dim);
+                    for j in blocks.own(r % size) {
+                        let (p, ds) = (p[own + j], ds[own + j]);
+                        axpy(
+                            ds,
+                            keys.block_k.head_row(first_row + in_block + j, kv, dim),
+                            d_q,
+                        );
+                        let key = row_in_document + in_block + j;
+                        axpy(ds, q, to.block_k.head_row(key, kv, dim));
+                        axpy(p, d_out, to.block_v.head_row(key, kv, dim));
+                    }
                 }
-            }
-        });
+            },
+        );
     }
 }

@@ -122,19 +122,22 @@ fn attend(
         MatMut::new(s, rows, keys, keys),
     );
     let mut inverses = vec![0.0; rows];
-    wide(|| {
-        for ((s, visible), inv) in s.chunks_exact_mut(keys).zip(visible).zip(&mut inverses) {
-            // What is seen moves together, so that sums run over it in a chain's order.
-            let mut end = visible.run.end;
-            for &key in &visible.more {
-                s[end] = s[key];
-                end += 1;
+    wide(
+        #[inline(always)]
+        || {
+            for ((s, visible), inv) in s.chunks_exact_mut(keys).zip(visible).zip(&mut inverses) {
+                // What is seen moves together, so that sums run over it in a chain's order.
+                let mut end = visible.run.end;
+                for &key in &visible.more {
+                    s[end] = s[key];
+                    end += 1;
+                }
+                s[..visible.run.start].fill(0.0);
+                s[end..].fill(0.0);
+                *inv = inverse(softmax(&mut s[visible.run.start..end], shape.scale).1);
             }
-            s[..visible.run.start].fill(0.0);
-            s[end..].fill(0.0);
-            *inv = inverse(softmax(&mut s[visible.run.start..end], shape.scale).1);
-        }
-    });
+        },
+    );
     product(
         Mat::new(s, rows, keys, keys),
         qkv.v.head(sequence.first_key, keys, kv, dim),

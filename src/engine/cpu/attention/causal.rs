@@ -81,27 +81,33 @@ fn attend(cpu: &Cpu, shape: Shape, qkv: Qkv<'_>, window: Option<usize>, tile: Ti
             qkv.k.head(document + first_key, keys, kv, dim),
             MatMut::new(s, rows, keys, keys),
         );
-        wide(|| {
-            for (r, s) in s.chunks_exact_mut(keys).enumerate() {
-                let position = begin + r;
-                let visible = seen_from(position) - first_key..position + 1 - first_key;
-                s[..visible.start].fill(0.0);
-                s[visible.end..].fill(0.0);
-                inverses[r] = inverse(softmax(&mut s[visible], shape.scale).1);
-            }
-        });
+        wide(
+            #[inline(always)]
+            || {
+                for (r, s) in s.chunks_exact_mut(keys).enumerate() {
+                    let position = begin + r;
+                    let visible = seen_from(position) - first_key..position + 1 - first_key;
+                    s[..visible.start].fill(0.0);
+                    s[visible.end..].fill(0.0);
+                    inverses[r] = inverse(softmax(&mut s[visible], shape.scale).1);
+                }
+            },
+        );
         product(
             Mat::new(s, rows, keys, keys),
             qkv.v.head(document + first_key, keys, kv, dim),
             out.head(0, rows, head, dim),
             false,
         );
-        wide(|| {
-            for (r, inverse) in inverses[..rows].iter().enumerate() {
-                for x in out.head_row(r, head, dim) {
-                    *x *= inverse;
+        wide(
+            #[inline(always)]
+            || {
+                for (r, inverse) in inverses[..rows].iter().enumerate() {
+                    for x in out.head_row(r, head, dim) {
+                        *x *= inverse;
+                    }
                 }
-            }
-        });
+            },
+        );
     }
 }
