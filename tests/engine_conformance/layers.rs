@@ -181,9 +181,8 @@ pub fn head_norm_rotary_and_its_gradient<E: Engine>(engine: &E) {
             Matrix::zeros(rows, heads * dim),
         ];
         let mut want_dx = Matrix::zeros(rows, heads * dim);
-        for r in 0..rows {
-            let position = positions[r] as usize;
-            let (cos, sin) = (cos.row(position), sin.row(position));
+        for (r, &position) in positions.iter().enumerate() {
+            let (cos, sin) = (cos.row(position as usize), sin.row(position as usize));
             for h in 0..heads {
                 let range = h * dim..(h + 1) * dim;
                 let x = &x_held.row(r)[range.clone()];
@@ -192,8 +191,8 @@ pub fn head_norm_rotary_and_its_gradient<E: Engine>(engine: &E) {
                 want[0].row_mut(r)[range.clone()].copy_from_slice(&turned(x, cos, sin, 1.0));
                 want[1].row_mut(r)[range.clone()].copy_from_slice(&turned(&y, cos, sin, 1.0));
                 want_dx.row_mut(r)[range].copy_from_slice(&d);
-                for c in 0..dim {
-                    want_dw.data[c] += dw[c];
+                for (sum, dw) in want_dw.data.iter_mut().zip(&dw) {
+                    *sum += dw;
                 }
             }
         }
