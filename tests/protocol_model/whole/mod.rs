@@ -250,20 +250,10 @@ impl Model for Config {
     }
 
     fn pack(&self, state: &State) -> Self::Key {
-        let mut state = state.clone();
-        for seat in 0..self.targets {
-            target::skip_local_lines(self, &mut state, seat);
-        }
-        for seat in 0..self.drafters {
-            drafter::skip_local_lines(self, &mut state, seat);
-        }
-        launcher::skip_local_lines(self, &mut state);
-        state.forget_the_unreadable(self);
+        let mut state = self.at_shared_lines(state);
         state.sort_targets(self);
         state.sort_slots(self);
-        let mut writer = Writer::new();
-        state.visit(self, &mut writer);
-        writer.finish()
+        self.write(state)
     }
 
     fn unpack(&self, key: &Self::Key) -> State {
@@ -303,6 +293,26 @@ impl Model for Config {
 }
 
 impl Config {
+    /// `state` after every access that touches no shared word, without what nobody can read.
+    fn at_shared_lines(&self, state: &State) -> State {
+        let mut state = state.clone();
+        for seat in 0..self.targets {
+            target::skip_local_lines(self, &mut state, seat);
+        }
+        for seat in 0..self.drafters {
+            drafter::skip_local_lines(self, &mut state, seat);
+        }
+        launcher::skip_local_lines(self, &mut state);
+        state.forget_the_unreadable(self);
+        state
+    }
+
+    fn write(&self, mut state: State) -> [u64; 6] {
+        let mut writer = Writer::new();
+        state.visit(self, &mut writer);
+        writer.finish()
+    }
+
     /// Any living member may be killed before its next access.
     fn kills(&self, state: &State, out: &mut Steps<State>) {
         for seat in 0..self.targets {

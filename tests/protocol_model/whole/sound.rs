@@ -1,7 +1,11 @@
 //! The protocol without mistakes: every size and every choice that the text leaves open is explored whole.
 
+use std::cell::RefCell;
+use std::collections::HashSet;
+
+use super::state::State;
 use super::{Config, Leave, Leftover, Recount, Tags};
-use crate::explore::explore;
+use crate::explore::{Model, Steps, Verdict, explore};
 
 /// More states than any exploration here has.
 pub const LIMIT: usize = 60_000_000;
@@ -58,6 +62,66 @@ pub const WHOLE: Config = Config {
 /// Explores `config` whole; it must be sound and have more than `minimum` states.
 fn check(name: &str, minimum: usize, config: Config) {
     explore(&config, LIMIT).expect_clean(name, minimum);
+}
+
+/// The model without the sorting of targets and slots; keeps the sorted form of every state it meets.
+struct Unsorted {
+    config: Config,
+    sorted: RefCell<HashSet<[u64; 6]>>,
+}
+
+impl Model for Unsorted {
+    type State = State;
+    type Key = [u64; 6];
+
+    fn initial(&self) -> State {
+        self.config.initial()
+    }
+
+    fn pack(&self, state: &State) -> [u64; 6] {
+        self.config.write(self.config.at_shared_lines(state))
+    }
+
+    fn unpack(&self, key: &[u64; 6]) -> State {
+        self.config.unpack(key)
+    }
+
+    fn steps(&self, state: &State, out: &mut Steps<State>) {
+        self.config.steps(state, out);
+    }
+
+    fn check(&self, state: &State) -> Result<(), String> {
+        self.sorted.borrow_mut().insert(self.config.pack(state));
+        self.config.check(state)
+    }
+
+    fn is_right_end(&self, state: &State) -> bool {
+        self.config.is_right_end(state)
+    }
+}
+
+/// Sorting leaves exactly one of each set of states that differ in names, and loses none.
+#[test]
+fn sorting_loses_no_state() {
+    let config = Config {
+        targets: 2,
+        evaluation: 1,
+        units: 1,
+        prefetch: true,
+        ..BASE
+    };
+    let unsorted = Unsorted {
+        config,
+        sorted: RefCell::default(),
+    };
+    let (Verdict::Clean(all), Verdict::Clean(sorted)) =
+        (explore(&unsorted, LIMIT), explore(&config, LIMIT))
+    else {
+        panic!("both explorations are clean");
+    };
+    assert_eq!(unsorted.sorted.borrow().len(), sorted.states);
+    assert!(all.states > 2 * sorted.states, "{all:?} against {sorted:?}");
+    println!("{} states, {} of them sorted", all.states, sorted.states);
 }
 
 #[test]
@@ -149,6 +213,18 @@ fn all_drafters_dead() {
         ..BASE
     };
     check("the only drafter dead", 200_000, two_targets);
+}
+
+#[test]
+fn two_deaths_of_any_kind_with_a_stop_and_quarantine() {
+    let config = Config {
+        units: 1,
+        kills: 2,
+        stop: true,
+        quarantine: 1,
+        ..BASE
+    };
+    check("two deaths, a stop, quarantine", 700_000, config);
 }
 
 #[test]
