@@ -163,6 +163,17 @@ pub enum ShmError {
         /// Generation that left it out.
         generation: u32,
     },
+    /// A replacement has nobody to get weights from.
+    #[error(
+        "shared memory: drafter {rank} cannot be sent weights in generation {generation}: every member that \
+         had them has died; it must end, and the run goes back to its last checkpoint"
+    )]
+    Orphaned {
+        /// Rank.
+        rank: u32,
+        /// Generation without weights.
+        generation: u32,
+    },
     /// A wait was cut short through the handle's interrupt.
     #[error("shared memory: seat {seat} was interrupted while {activity}")]
     Interrupted {

@@ -136,6 +136,8 @@ mod geometry;
 mod label;
 mod layout;
 mod ledger;
+#[cfg(feature = "loom")]
+mod lines;
 mod memory;
 mod payload;
 mod recovery;
@@ -157,6 +159,8 @@ pub use finish::{FinishView, Stop, StopReason};
 pub use geometry::{Dtype, Geometry, units_per_step};
 pub use label::{Label, install_label_hook};
 pub use ledger::{LedgerCounts, LedgerImage};
+#[cfg(feature = "loom")]
+pub use lines::Grip;
 pub use payload::{Filling, View};
 pub use recovery::{Fate, Quarantined, Recovered, Recovery, UNIQUE_ID_BYTES};
 pub use reduce::{Received, Reduced, Sent};

@@ -8,7 +8,7 @@ use super::error::{Result, ShmError};
 use super::label::{Label, label};
 use super::ledger::pending;
 use super::payload::{View, view_of};
-use super::seat::{Role, item_of};
+use super::seat::{Role, SeatState, item_of};
 use super::segment::Segment;
 use super::slot::SlotHeader;
 use super::step::ranks;
@@ -128,15 +128,16 @@ impl Recovery {
     }
 
     /// A replacement has loaded and becomes a member: r0, r5, r6 with itself added. It makes no g1 until a
-    /// member has sent it its state, which holds the step in GATHER.
+    /// member has sent it its state, which holds the step in GATHER. Should all who have it die first, the
+    /// newcomer ends with [`ShmError::Orphaned`], and is recovered like them.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`] when there is no member that could send it; [`ShmError::GenerationsExhausted`].
+    /// [`ShmError::OutOfOrder`] when no member has weights; [`ShmError::GenerationsExhausted`].
     pub fn admit(&self, rank: u32, unique_id: Option<&[u8; UNIQUE_ID_BYTES]>) -> Result<()> {
         let members = self.segment.step_word().members;
-        if members & !(1 << rank) == 0 {
+        if self.segment.members_with_state() & !(1 << rank) == 0 {
             let seat = self.segment.geometry().drafter_seat(rank);
-            let state = "no other drafter is a member; roll back instead".to_owned();
+            let state = "no member has weights; roll back instead".to_owned();
             return Err(ShmError::OutOfOrder {
                 seat,
                 called: "admit",
@@ -150,8 +151,9 @@ impl Recovery {
         Ok(())
     }
 
-    /// All drafters are dead and recovered: the run goes on from the checkpoint of `step`, with `members`
-    /// (a mask of ranks) as founders. Units trained after it become pending; how many.
+    /// All drafters are dead and recovered, replacements that were waiting to be admitted too: the run goes on from the checkpoint of `step`, with `members`
+    /// (a mask of ranks) as founders, which are started afterwards. Units trained after it become pending;
+    /// how many.
     ///
     /// # Errors
     /// [`ShmError::OutOfOrder`] while there are members; [`ShmError::GenerationsExhausted`].
@@ -183,6 +185,13 @@ impl Recovery {
             }
         }
         segment.clear_finish();
+        // Drafters that had left, since all units were trained, are needed again: their seats are free.
+        for rank in 0..segment.geometry().drafters {
+            let seat = segment.geometry().drafter_seat(rank);
+            if segment.seat_state(seat) == SeatState::Left {
+                segment.vacate(seat);
+            }
+        }
         segment.control().step.saved.store(step, Release);
         let next = StepWord {
             step: step + 1,

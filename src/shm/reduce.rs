@@ -9,7 +9,7 @@ use super::seat::{Activity, SeatState};
 use super::segment::Segment;
 use super::step::ranks;
 use super::wake::{On, Until};
-use super::words::{BudgetWord, stamp};
+use super::words::{BudgetWord, StepState, stamp};
 
 /// Answer to a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,13 +207,13 @@ impl Drafter {
     fn all_received(&self, newcomers: u32, word: u64) -> Result<bool> {
         let segment = self.segment();
         let behind = |rank: u32| {
-            let seat = segment.seat(segment.geometry().drafter_seat(rank));
-            // Acquire: the copy out of the buffer comes before; partner: `receive_state`'s Release.
-            segment.memory().reduce_words()[rank as usize]
-                .received
-                .load(Acquire)
-                != word
-                && seat.identity.needs_state.load(Acquire) == 1
+            let seat = segment.geometry().drafter_seat(rank);
+            let received = &segment.memory().reduce_words()[rank as usize].received;
+            // Acquire: the copy out of the buffer comes before; partner: `receive_state`'s Release. One
+            // that has left found nothing to train any more.
+            received.load(Acquire) != word
+                && segment.seat(seat).identity.needs_state.load(Acquire) == 1
+                && segment.seat_state(seat) != SeatState::Left
         };
         self.waiter
             .wait(On::Reduce, Activity::WaitState, newcomers.into(), || {
@@ -228,7 +228,8 @@ impl Drafter {
     /// After [`Received::Done`] this drafter is like any other member.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`] unless this is a replacement that has entered; [`ShmError::Interrupted`].
+    /// [`ShmError::OutOfOrder`] unless this is a replacement that has entered; [`ShmError::Orphaned`];
+    /// [`ShmError::Interrupted`].
     pub fn receive_state(&mut self, mut take: impl FnMut(u64, &[u8], u64)) -> Result<Received> {
         self.expect_receiving()?;
         let segment = self.segment().clone();
@@ -251,7 +252,17 @@ impl Drafter {
                 if control.piece.load(Acquire) == word {
                     return Ok(Some(Received::Done));
                 }
-                Ok(self.is_deserted().then_some(Received::Leave))
+                if self.is_orphaned() {
+                    let (rank, generation) = (self.rank, self.generation);
+                    return Err(ShmError::Orphaned { rank, generation });
+                }
+                let left = |rank| {
+                    let seat = segment.geometry().drafter_seat(rank);
+                    segment.seat_state(seat) == SeatState::Left
+                };
+                Ok(ranks(segment.members_with_state())
+                    .all(left)
+                    .then_some(Received::Leave))
             })?;
             if came != Received::Done {
                 return Ok(came);
@@ -280,13 +291,12 @@ impl Drafter {
         }
     }
 
-    /// Whether every other member has left, so that nobody can send.
-    fn is_deserted(&self) -> bool {
-        let segment = self.segment();
-        let others = segment.step_word().members & !(1 << self.rank);
-        ranks(others).all(|rank| {
-            segment.seat_state(segment.geometry().drafter_seat(rank)) == SeatState::Left
-        })
+    /// Whether this replacement is a member but no member has weights any more. It stays so: end, and let
+    /// the launcher roll back.
+    pub fn is_orphaned(&self) -> bool {
+        let word = self.segment().step_word();
+        let member = word.members >> self.rank & 1 == 1;
+        member && word.state == StepState::Gather && self.segment().members_with_state() == 0
     }
 }
 

@@ -4,6 +4,7 @@ use super::atomics::{AcqRel, Acquire, Relaxed, Release};
 use super::error::{Result, ShmError};
 use super::layout::Live;
 use super::segment::Segment;
+use super::step::ranks;
 
 /// State of a seat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -310,6 +311,18 @@ impl Segment {
         identity.state.store(SeatState::Vacant.code(), Release);
     }
 
+    /// Members that have weights, as a mask of ranks. 0 with members left: all who had them have died, the
+    /// others end with [`ShmError::Orphaned`], and the run goes back to a checkpoint.
+    pub fn members_with_state(&self) -> u32 {
+        let holds = |rank: &u32| {
+            let seat = self.seat(self.geometry().drafter_seat(*rank));
+            // Acquire: partner: the Release at the end of `receive_state`.
+            seat.identity.needs_state.load(Acquire) == 0
+        };
+        let members = ranks(self.step_word().members).filter(holds);
+        members.fold(0, |mask, rank| mask | 1 << rank)
+    }
+
     /// The launcher saw the end of the worker's pipe: the others may abort their communicator, nothing else.
     pub fn mark_suspect(&self, seat: u32) {
         let identity = &self.seat(seat).identity;
@@ -338,6 +351,10 @@ pub fn now_ns() -> u64 {
 
 /// This process's start, in clock ticks since boot.
 fn start_time() -> Option<u64> {
+    // loom sits down thousands of times.
+    if cfg!(feature = "loom") {
+        return None;
+    }
     let text = std::fs::read_to_string("/proc/self/stat").ok()?;
     // The name (field 2) may hold spaces and parentheses; field 22 is the 20th after its last ')'.
     text.rsplit_once(')')?

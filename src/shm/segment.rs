@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::error::{Result, ShmError};
-use super::geometry::{Dtype, Geometry, PayloadLayout};
+use super::geometry::{Dtype, Geometry, Layout, PayloadLayout};
 use super::layout::{ABI_VERSION, Control, Header, MAGIC, Record, Seat, Slot};
 use super::memory::Memory;
 use super::words::{StepState, StepWord};
@@ -73,8 +73,12 @@ impl Segment {
     /// [`Geometry::check`]'s; [`ShmError::NotEnoughMemory`] before anything is allocated;
     /// [`ShmError::System`].
     pub fn create(geometry: &Geometry, run_id: RunId) -> Result<Self> {
-        let total = geometry.total_bytes()?;
-        enough_memory(total)?;
+        enough_memory(geometry.total_bytes()?)?;
+        Self::unchecked(geometry, run_id)
+    }
+
+    pub(crate) fn unchecked(geometry: &Geometry, run_id: RunId) -> Result<Self> {
+        let total = Layout::of(geometry).total as u64;
         let memory = Memory::create(geometry, header_of(geometry, run_id, total))?;
         let segment = Self::over(memory, geometry.clone(), run_id);
         let first = StepWord {

@@ -403,12 +403,6 @@ impl Drafter {
         Ok(Some(joined))
     }
 
-    /// Waits for the group to form again, after a look that found it gone.
-    fn join(&mut self) -> Result<Joined> {
-        let waiter = self.waiter.clone();
-        waiter.wait(On::Step, Activity::WaitJoin, 0, || self.poll_join())
-    }
-
     pub(super) fn stop(&self) -> Option<Stop> {
         self.segment().stop()
     }

@@ -13,15 +13,19 @@ impl Drafter {
     /// member, until every member's c2 of that step is done.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Evicted`], [`ShmError::Interrupted`].
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`, `ShmError::Interrupted`.
     pub fn wait_save(&mut self) -> Result<Save> {
-        self.expect("wait_save", &[State::Gathering])?;
         let waiter = self.waiter.clone();
         let members = u64::from(self.segment().step_word().members);
         waiter.wait(On::Items, Activity::WaitSave, members, || self.poll_save())
     }
 
-    fn poll_save(&mut self) -> Result<Option<Save>> {
+    /// [`Drafter::wait_save`] without waiting.
+    ///
+    /// # Errors
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`.
+    pub fn poll_save(&mut self) -> Result<Option<Save>> {
+        self.expect("wait_save", &[State::Gathering])?;
         if self.moved() {
             return Ok(self.poll_join()?.map(Save::Joined));
         }
@@ -43,7 +47,7 @@ impl Drafter {
     /// group may form again meanwhile; then whoever is lowest writes it.
     ///
     /// # Errors
-    /// [`ShmError::Evicted`], [`ShmError::Interrupted`].
+    /// `ShmError::Evicted`, `ShmError::Interrupted`.
     pub fn wait_saved(&mut self, step: u64) -> Result<Option<Joined>> {
         let waiter = self.waiter.clone();
         waiter.wait(On::Items, Activity::WaitSave, step, || {
@@ -61,7 +65,7 @@ impl Drafter {
     /// Leaves in good order; a prefetched unit is given back.
     ///
     /// # Errors
-    /// [`ShmError::Stolen`].
+    /// `ShmError::Stolen`.
     pub fn leave(mut self) -> Result<()> {
         let segment = self.segment().clone();
         if let Some(item) = self.prefetched.take() {

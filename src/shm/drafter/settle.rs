@@ -6,17 +6,27 @@ use super::super::seat::Activity;
 use super::super::step::{Arrival, Vote};
 use super::super::wake::On;
 use super::super::words::StepState;
-use super::{Closed, Drafter, Reduce, Settled, State};
+use super::{Closed, Drafter, Item, Reduce, Settled, State};
 
 impl Drafter {
     /// g1: closes the step. Collectives wait for [`Drafter::wait_reduce`]; computing may go on.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Evicted`], [`ShmError::Interrupted`].
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`, `ShmError::Interrupted`.
     pub fn close(&mut self, vote: Vote) -> Result<Closed> {
+        let waiter = self.waiter.clone();
+        waiter.wait(On::Step, Activity::WaitJoin, 0, || self.poll_close(vote))
+    }
+
+    /// [`Drafter::close`] without waiting for the group to form again, should it have changed.
+    ///
+    /// # Errors
+    /// `ShmError::OutOfOrder`,
+    /// `ShmError::Evicted`.
+    pub fn poll_close(&mut self, vote: Vote) -> Result<Option<Closed>> {
         self.expect("close", &[State::Gathering])?;
         if self.moved() {
-            return Ok(Closed::Joined(self.join()?));
+            return Ok(self.poll_join()?.map(Closed::Joined));
         }
         let segment = self.segment().clone();
         let asked = segment.stop().is_some_and(|stop| stop.ends(self.step));
@@ -24,13 +34,11 @@ impl Drafter {
             stop: vote.stop || asked,
             ..vote
         };
-        let units: Vec<_> = self
-            .items
-            .iter()
-            .map(|item| (item.unit(), item.header.anchors))
-            .collect();
+        let anchors = |item: &Item| (item.unit(), item.header.anchors);
+        let units: Vec<_> = self.items.iter().map(anchors).collect();
         segment.write_record(self.rank, (self.step, self.generation), &units, vote);
         match segment.arrive_closed(self.rank, self.step, self.generation) {
+            Arrival::Moved => Ok(self.poll_join()?.map(Closed::Joined)),
             Arrival::In { completed } => {
                 self.state = State::Closed;
                 // Members without items look at our record.
@@ -38,16 +46,15 @@ impl Drafter {
                 if completed {
                     segment.wake(On::Step);
                 }
-                Ok(Closed::Closed)
+                Ok(Some(Closed::Closed))
             }
-            Arrival::Moved => Ok(Closed::Joined(self.join()?)),
         }
     }
 
     /// Waits until all members have closed the step.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Evicted`], [`ShmError::Interrupted`].
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`, `ShmError::Interrupted`.
     pub fn wait_reduce(&mut self) -> Result<Reduce> {
         self.expect("wait_reduce", &[State::Closed])?;
         let waiter = self.waiter.clone();
@@ -60,7 +67,7 @@ impl Drafter {
     /// [`Drafter::wait_reduce`] without waiting.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Evicted`].
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`.
     pub fn poll_reduce(&mut self) -> Result<Option<Reduce>> {
         self.expect("wait_reduce", &[State::Closed])?;
         if self.moved() {
@@ -88,7 +95,7 @@ impl Drafter {
     /// g2 is made and the group's abort is awaited.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Evicted`], [`ShmError::Interrupted`].
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`, `ShmError::Interrupted`.
     pub fn settle(&mut self, healthy: bool) -> Result<Settled> {
         self.arrive(healthy)?;
         let waiter = self.waiter.clone();
@@ -101,7 +108,7 @@ impl Drafter {
     /// g2 alone.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`].
+    /// `ShmError::OutOfOrder`.
     pub fn arrive(&mut self, healthy: bool) -> Result<()> {
         self.expect("settle", &[State::Reducing])?;
         self.segment().set_current(self.seat, None);
@@ -120,7 +127,7 @@ impl Drafter {
     /// The decision on a step, without waiting.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Evicted`].
+    /// `ShmError::OutOfOrder`, `ShmError::Evicted`.
     pub fn poll_settled(&mut self) -> Result<Option<Settled>> {
         self.expect("settle", &[State::Settling])?;
         let word = self.segment().step_word();
@@ -143,7 +150,7 @@ impl Drafter {
     /// c2 and c3 of all items, after the optimizer step; then the next step begins.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`], [`ShmError::Stolen`].
+    /// `ShmError::OutOfOrder`, `ShmError::Stolen`.
     pub fn finish_step(&mut self) -> Result<()> {
         self.expect("finish_step", &[State::Committed])?;
         let segment = self.segment().clone();
