@@ -110,7 +110,9 @@ impl Recovery {
     ) -> Result<Recovered> {
         let seat = self.segment.geometry().drafter_seat(rank);
         let mut report = Recovered::default();
-        let member = self.segment.step_word().members >> rank & 1 == 1;
+        // An admission that was cut short also waits for its r6.
+        let word = self.segment.step_word();
+        let member = word.members >> rank & 1 == 1 || word.state == StepState::Aborted;
         if member {
             self.r0();
         }
@@ -129,15 +131,21 @@ impl Recovery {
 
     /// A replacement has loaded and becomes a member: r0, r5, r6 with itself added. It makes no g1 until a
     /// member has sent it its state, which holds the step in GATHER. Should all who have it die first, the
-    /// newcomer ends with [`ShmError::Orphaned`], and is recovered like them.
+    /// newcomers end with [`ShmError::Orphaned`], and are recovered like them.
     ///
     /// # Errors
-    /// [`ShmError::OutOfOrder`] when no member has weights; [`ShmError::GenerationsExhausted`].
+    /// [`ShmError::OutOfOrder`] when no member with weights is there: they have left, which ends the run, or
+    /// died, and then the run rolls back; [`ShmError::GenerationsExhausted`].
     pub fn admit(&self, rank: u32, unique_id: Option<&[u8; UNIQUE_ID_BYTES]>) -> Result<()> {
         let members = self.segment.step_word().members;
-        if self.segment.members_with_state() & !(1 << rank) == 0 {
+        let there = |&holder: &u32| {
+            let seat = self.segment.geometry().drafter_seat(holder);
+            holder != rank && self.segment.seat_state(seat) != SeatState::Left
+        };
+        let mut holders = ranks(self.segment.members_with_state()).filter(there);
+        if holders.next().is_none() {
             let seat = self.segment.geometry().drafter_seat(rank);
-            let state = "no member has weights; roll back instead".to_owned();
+            let state = "no member is there to send weights".to_owned();
             return Err(ShmError::OutOfOrder {
                 seat,
                 called: "admit",

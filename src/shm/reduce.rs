@@ -9,7 +9,7 @@ use super::seat::{Activity, SeatState};
 use super::segment::Segment;
 use super::step::ranks;
 use super::wake::{On, Until};
-use super::words::{BudgetWord, StepState, stamp};
+use super::words::{BudgetWord, stamp};
 
 /// Answer to a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,29 +240,11 @@ impl Drafter {
             let word = piece_word(self.generation, piece);
             let waiter = self.waiter.clone();
             let came = waiter.wait(On::Reduce, Activity::WaitState, 0, || {
-                if self.moved() {
-                    // A newer generation: adopt it and start again.
-                    let entered = self.poll_enter()?;
-                    return Ok(entered.map(|joined| match joined {
-                        Some(_) => Received::Again,
-                        None => Received::Leave,
-                    }));
+                if let Some(other) = self.poll_receive()? {
+                    return Ok(Some(other));
                 }
                 // Acquire: partner: `send_state`.
-                if control.piece.load(Acquire) == word {
-                    return Ok(Some(Received::Done));
-                }
-                if self.is_orphaned() {
-                    let (rank, generation) = (self.rank, self.generation);
-                    return Err(ShmError::Orphaned { rank, generation });
-                }
-                let left = |rank| {
-                    let seat = segment.geometry().drafter_seat(rank);
-                    segment.seat_state(seat) == SeatState::Left
-                };
-                Ok(ranks(segment.members_with_state())
-                    .all(left)
-                    .then_some(Received::Leave))
+                Ok((control.piece.load(Acquire) == word).then_some(Received::Done))
             })?;
             if came != Received::Done {
                 return Ok(came);
@@ -291,12 +273,31 @@ impl Drafter {
         }
     }
 
-    /// Whether this replacement is a member but no member has weights any more. It stays so: end, and let
-    /// the launcher roll back.
-    pub fn is_orphaned(&self) -> bool {
-        let word = self.segment().step_word();
-        let member = word.members >> self.rank & 1 == 1;
-        member && word.state == StepState::Gather && self.segment().members_with_state() == 0
+    /// Why a replacement should not go on waiting for a piece: never [`Received::Done`].
+    ///
+    /// # Errors
+    /// [`ShmError::OutOfOrder`] unless this is a replacement that has entered; [`ShmError::Orphaned`].
+    pub fn poll_receive(&mut self) -> Result<Option<Received>> {
+        self.expect_receiving()?;
+        if self.moved() {
+            // A newer generation: adopt it and start again.
+            return Ok(self.poll_enter()?.map(|entered| match entered {
+                Some(_) => Received::Again,
+                None => Received::Leave,
+            }));
+        }
+        let segment = self.segment();
+        let holders = segment.members_with_state();
+        if holders == 0 && !self.moved() {
+            // It stays so: whoever had weights in this generation is dead, and newcomers have none.
+            let (rank, generation) = (self.rank, self.generation);
+            return Err(ShmError::Orphaned { rank, generation });
+        }
+        let left = |rank| {
+            let seat = segment.geometry().drafter_seat(rank);
+            segment.seat_state(seat) == SeatState::Left
+        };
+        Ok(ranks(holders).all(left).then_some(Received::Leave))
     }
 }
 

@@ -285,9 +285,10 @@ impl Segment {
         Ok(())
     }
 
-    /// Gives an untagged slot back, published as before.
+    /// Gives a slot back, published as before.
     pub(crate) fn give_back_slot(&self, slot: u32, generation: u64, seat: u32) -> Result<()> {
-        // Release: our reads come before the next holder's; partner: c0's Acquire.
+        self.slot(slot).tag.store(0, Release);
+        // Release: our reads and the cleared tag come before the next holder's; partner: c0's Acquire.
         self.change(
             slot,
             SlotWord::held(seat, generation),

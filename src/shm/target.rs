@@ -135,6 +135,14 @@ impl Target {
             .set_current(self.seat, Some((lease.unit, lease.eval)));
     }
 
+    /// Whether a stop ends this target's work: at once, or when the drafters have left after a whole last
+    /// step, since until its checkpoint they may still die.
+    pub fn is_stopped(&self) -> bool {
+        let segment = self.segment();
+        let now = segment.stop().is_some_and(|stop| stop.after == 0);
+        segment.stop_reached() && (now || segment.drafters_left())
+    }
+
     /// What to do next; `None` when only somebody else can bring it about.
     ///
     /// When every unit is made the finish bit is set here, and the target stays: should all drafters die,
@@ -142,9 +150,7 @@ impl Target {
     pub fn poll_next(&mut self) -> Option<Next> {
         let segment = self.segment().clone();
         if segment.stop_reached() {
-            let now = segment.stop().is_some_and(|stop| stop.after == 0);
-            // After a whole last step the drafters may still die before its checkpoint.
-            return (now || segment.drafters_left()).then_some(Next::Stopped);
+            return self.is_stopped().then_some(Next::Stopped);
         }
         // Read before anything is looked at: a roll-back in between voids what was seen.
         let epoch = segment.epoch();
@@ -252,7 +258,7 @@ impl Target {
         let unit = lease.unit;
         let mut lease = Some(lease);
         waiter.wait(On::Space, Activity::WaitSpace, unit, || {
-            if self.segment().stop_reached() {
+            if self.is_stopped() {
                 return Ok(Some(Claim::Stopped));
             }
             let asked = lease.take().expect("put back whenever no slot was free");

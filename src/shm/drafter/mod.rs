@@ -102,7 +102,8 @@ pub enum Reduce {
     Agreed(Agreed),
     /// The group formed again; go back to taking, with what was accumulated.
     Joined(Joined),
-    /// All units are trained: nobody has items in this step, and the others may be gone. Leave.
+    /// All units are trained, or the others had agreed to stop before this drafter came: the step will never
+    /// be closed by all. Leave.
     Leave,
 }
 
@@ -314,8 +315,9 @@ impl Drafter {
             };
             return Ok(Some(Some(joined)));
         }
-        let stopped = self.stop().is_some_and(|stop| stop.after == 0) && !member;
-        if stopped || self.all_settled() {
+        let stopped = self.stop().is_some_and(|stop| stop.after == 0);
+        let outside = !member && (stopped || self.segment().drafters_left());
+        if outside || self.all_settled() {
             return Ok(Some(None));
         }
         Ok(None)

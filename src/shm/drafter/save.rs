@@ -62,13 +62,13 @@ impl Drafter {
         })
     }
 
-    /// Leaves in good order; a prefetched unit is given back.
+    /// Leaves in good order; units that are still held are given back.
     ///
     /// # Errors
     /// `ShmError::Stolen`.
     pub fn leave(mut self) -> Result<()> {
         let segment = self.segment().clone();
-        if let Some(item) = self.prefetched.take() {
+        for item in self.items.drain(..).chain(self.prefetched.take()) {
             segment.give_back_slot(item.slot, item.generation, self.seat)?;
         }
         segment.set_current(self.seat, None);

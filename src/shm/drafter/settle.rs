@@ -2,10 +2,10 @@
 
 use super::super::atomics::Release;
 use super::super::error::Result;
-use super::super::seat::Activity;
-use super::super::step::{Arrival, Vote};
+use super::super::seat::{Activity, SeatState};
+use super::super::step::{Arrival, Vote, ranks};
 use super::super::wake::On;
-use super::super::words::StepState;
+use super::super::words::{StepState, StepWord};
 use super::{Closed, Drafter, Item, Reduce, Settled, State};
 
 impl Drafter {
@@ -75,7 +75,7 @@ impl Drafter {
         }
         let word = self.segment().step_word();
         if (word.step, word.state) != (self.step, StepState::Reduce) {
-            if !self.is_over() {
+            if !self.is_over() && !self.is_deserted(word) {
                 return Ok(None);
             }
             self.state = State::Gathering;
@@ -89,6 +89,18 @@ impl Drafter {
             self.stops = agreed.stop();
             Reduce::Agreed(agreed)
         }))
+    }
+
+    /// Whether a member that has not closed the step has left: all members had agreed to stop before this one
+    /// came, and the step can never be closed.
+    fn is_deserted(&self, word: StepWord) -> bool {
+        let segment = self.segment();
+        let left = |rank| {
+            let seat = segment.geometry().drafter_seat(rank);
+            segment.seat_state(seat) == SeatState::Left
+        };
+        let gathers = (word.step, word.state) == (self.step, StepState::Gather);
+        gathers && ranks(word.members & !word.mask).any(left)
     }
 
     /// g2 and the decision. `healthy`: the collectives are complete and so is the communicator; otherwise no
