@@ -377,6 +377,11 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
                 StepOutcome::NonFinite { in_a_row } => self.not_finite(agreed, in_a_row)?,
             }
         }
+        if agreed.stop() {
+            // Votes are known to the drafters alone; targets, which may wait for space, look at the stop word.
+            let segment = self.seat.segment();
+            segment.request_stop(Some(agreed.step), StopReason::MaxSteps);
+        }
         self.seat.finish_step()?;
         self.forget_step()?;
         if agreed.items() > 0 && self.seat.is_lowest() {
