@@ -311,7 +311,7 @@ impl Options {
             ring: RingOptions {
                 slots: size(values, "ring-slots"),
                 slot_tokens: int("slot-tokens"),
-                unit_anchors: int("unit-anchors"),
+                unit_anchors: unit_anchors(values),
                 prefill_tokens: int("prefill-tokens"),
                 check_payload: values.switch("check-payload"),
             },
@@ -390,6 +390,17 @@ impl Options {
             .for_each(|path| directory("init-from", path));
         mistakes
     }
+}
+
+/// Anchors at which a unit is closed. Unless it was said, a step takes at least four units where documents allow,
+/// so that drafters share it evenly; the number of drafters itself must not change how documents are packed.
+fn unit_anchors(values: &Values) -> usize {
+    let int = |name| size(values, name).expect(IN_TABLE);
+    let unit = int("unit-anchors");
+    if values.given("unit-anchors") {
+        return unit;
+    }
+    unit.min((int("batch-anchors") / 4).max(int("anchors")))
 }
 
 /// `V` of a template variable is JSON where it reads as JSON, else text.
