@@ -3,6 +3,8 @@
 //! The directory is `tests/golden`, where every file must be present, or the one that `GOLDEN_DIR` names, where
 //! an absent file is skipped aloud.
 
+mod chat;
+
 use std::collections::HashMap;
 use std::io::Write;
 use std::path::PathBuf;

@@ -79,7 +79,7 @@ impl<E: Engine> DraftCache<E> {
         let positions: Vec<u32> = (first as u32..end as u32).collect();
         let positions = engine.upload_index(&positions)?;
         self.context.fit(engine, model.config(), states.rows)?;
-        model.reserve_positions(engine, end)?;
+        model.rotary.reserve(engine, end)?;
         let network = model.network(engine);
         network.context_forward(states, positions.view(), &mut self.context)?;
         let row = sequence * self.capacity + first;
@@ -111,7 +111,7 @@ impl<E: Engine> DraftCache<E> {
             })
             .collect();
         let host = HostPlan::for_decoding(model.config(), &blocks);
-        model.reserve_positions(engine, host.positions)?;
+        model.rotary.reserve(engine, host.positions)?;
         let plan = BlockPlan::upload(engine, model.config(), host)?;
         self.blocks.fit(engine, model.config(), plan.rows(), 1)?;
         let network: Network<'_, E> = model.network(engine);

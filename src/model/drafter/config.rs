@@ -4,6 +4,8 @@
 use serde_json::{Map, Value, json};
 
 use super::DrafterError;
+use crate::model::error::Problems;
+use crate::model::rotary::Rope;
 
 /// How the queries of a layer see their surroundings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,7 +206,7 @@ impl DrafterConfig {
             head_dim: file.size("head_dim")?.unwrap_or(target.head_dim),
             vocab_size: file.size("vocab_size")?.unwrap_or(target.vocab_size),
             rms_norm_eps: file.number("rms_norm_eps")?.unwrap_or(target.rms_norm_eps),
-            rope_theta: file.rope_theta()?.unwrap_or(target.rope_theta),
+            rope_theta: file.rope_theta(Some(target.rope_theta))?,
             max_position_embeddings: file
                 .size("max_position_embeddings")?
                 .unwrap_or(target.max_position_embeddings),
@@ -252,7 +254,7 @@ impl DrafterConfig {
             rms_norm_eps: fields
                 .number("rms_norm_eps")?
                 .ok_or_else(|| missing("rms_norm_eps"))?,
-            rope_theta: fields.rope_theta()?.ok_or_else(|| missing("rope_theta"))?,
+            rope_theta: fields.rope_theta(None)?,
             max_position_embeddings: fields.needed("max_position_embeddings")?,
             block_size: fields.needed("block_size")?,
             num_target_layers: fields.needed("num_target_layers")?,
@@ -524,31 +526,14 @@ impl Fields<'_> {
         }
     }
 
-    /// The base of the rotary frequencies from `rope_parameters` or the flat key, which must agree.
-    fn rope_theta(&self) -> Result<Option<f64>, DrafterError> {
-        let mut theta = self.number("rope_theta")?;
-        for key in ["rope_parameters", "rope_scaling"] {
-            let Some(rope) = self.object(key)? else {
-                continue;
-            };
-            let kind = rope.get("rope_type").or(rope.get("type"));
-            if kind.is_some_and(|kind| kind != "default") {
-                return Err(DrafterError::Config(format!(
-                    "{key} asks for rotary type {}; a drafter has the default type",
-                    kind.unwrap_or(&Value::Null)
-                )));
-            }
-            if let Some(inner) = rope.number("rope_theta")? {
-                if theta.is_some_and(|theta| theta != inner) {
-                    return Err(DrafterError::Config(format!(
-                        "{key}.rope_theta {inner} contradicts rope_theta {}",
-                        theta.unwrap_or_default()
-                    )));
-                }
-                theta = Some(inner);
-            }
+    /// The base of the rotary frequencies; a drafter has the default type.
+    fn rope_theta(&self, default: Option<f64>) -> Result<f64, DrafterError> {
+        let mut problems = Problems::default();
+        let rope = Rope::resolve(self.0, default, &mut problems);
+        if problems.0.is_empty() {
+            return Ok(rope.theta);
         }
-        Ok(theta)
+        Err(DrafterError::Config(problems.to_string()))
     }
 
     fn refuse_unsupported(&self) -> Result<(), DrafterError> {
@@ -741,7 +726,7 @@ pub(crate) mod tests {
             ),
             (
                 json!({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}),
-                "contradicts",
+                "but rope_theta is 1",
             ),
             (json!({"rope_scaling": {"type": "yarn"}}), "yarn"),
             (json!({"attention_bias": true}), "attention_bias"),

@@ -14,7 +14,7 @@ pub(crate) mod tests;
 mod workspace;
 
 use crate::engine::{
-    Engine, EngineError, Float, HalfView, HeadLoss, HeadLossOut, IndexMut, LossOptions, Rotary,
+    Engine, EngineError, Float, HalfView, HeadLoss, HeadLossOut, IndexMut, LossOptions,
 };
 
 pub use cache::DraftCache;
@@ -22,6 +22,7 @@ pub use config::{DraftOptions, DrafterConfig, LayerType, TargetSizes, default_ta
 pub use params::{Param, ParamLayout, Params, ValueHasher, Window};
 pub use plan::{BlockPlan, Document, HostPlan};
 
+use super::rotary::{Rope, RotaryTables};
 use forward::Network;
 use workspace::{BlockActivations, ContextActivations, Gradients};
 
@@ -89,8 +90,11 @@ impl<E: Engine> DrafterModel<E> {
     /// A drafter of this shape with these parameters.
     pub fn new(engine: &E, config: DrafterConfig, params: Params<E>) -> Result<Self, DrafterError> {
         config.validate()?;
+        let rope = Rope {
+            theta: config.rope_theta,
+        };
         Ok(Self {
-            rotary: RotaryTables::new(engine, &config, 0)?,
+            rotary: RotaryTables::new(engine, rope, config.head_dim, 0)?,
             config,
             params,
             context: ContextActivations::default(),
@@ -121,7 +125,8 @@ impl<E: Engine> DrafterModel<E> {
         positions: usize,
     ) -> Result<(), EngineError> {
         let rows = blocks * self.config.block_size;
-        self.reserve_positions(engine, positions + self.config.block_size)?;
+        self.rotary
+            .reserve(engine, positions + self.config.block_size)?;
         self.fit(engine, tokens, rows, self.config.num_hidden_layers)?;
         self.gradients.fit(engine, &self.config, tokens, rows)
     }
@@ -161,7 +166,7 @@ impl<E: Engine> DrafterModel<E> {
                 found: format!("[{}, {}]", states.rows, states.cols),
             });
         }
-        self.reserve_positions(engine, plan.host.positions)?;
+        self.rotary.reserve(engine, plan.host.positions)?;
         self.context.fit(engine, &self.config, tokens)?;
         let network = network(engine, &self.config, &self.params, &self.rotary);
         network.context_forward(states, plan.context_positions(), &mut self.context)?;
@@ -176,7 +181,7 @@ impl<E: Engine> DrafterModel<E> {
         plan: &BlockPlan<E>,
         keep: bool,
     ) -> Result<(), DrafterError> {
-        self.reserve_positions(engine, plan.host.positions)?;
+        self.rotary.reserve(engine, plan.host.positions)?;
         let kept = if keep {
             self.config.num_hidden_layers
         } else {
@@ -251,14 +256,6 @@ impl<E: Engine> DrafterModel<E> {
         network(engine, &self.config, &self.params, &self.rotary)
     }
 
-    /// Makes the rotary tables reach to `positions`.
-    fn reserve_positions(&mut self, engine: &E, positions: usize) -> Result<(), EngineError> {
-        if positions > self.rotary.positions {
-            self.rotary = RotaryTables::new(engine, &self.config, positions.next_power_of_two())?;
-        }
-        Ok(())
-    }
-
     fn fit(
         &mut self,
         engine: &E,
@@ -285,38 +282,5 @@ fn network<'a, E: Engine>(
         weights: &params.weights,
         masters: &params.masters,
         rotary: rotary.view(),
-    }
-}
-
-/// Cosines and sines `[positions, dim / 2]` of the default rotary type, float32 like the reference's.
-struct RotaryTables<E: Engine> {
-    cos: Float<E>,
-    sin: Float<E>,
-    positions: usize,
-}
-
-impl<E: Engine> RotaryTables<E> {
-    fn new(engine: &E, config: &DrafterConfig, positions: usize) -> Result<Self, EngineError> {
-        let half = config.head_dim / 2;
-        let inverse: Vec<f32> = (0..half)
-            .map(|i| 1.0 / (config.rope_theta as f32).powf((2 * i) as f32 / config.head_dim as f32))
-            .collect();
-        let angles = |f: fn(f32) -> f32| -> Vec<f32> {
-            (0..positions)
-                .flat_map(|p| inverse.iter().map(move |&inv| f(p as f32 * inv)))
-                .collect()
-        };
-        Ok(Self {
-            cos: engine.upload_float(&angles(f32::cos), half)?,
-            sin: engine.upload_float(&angles(f32::sin), half)?,
-            positions,
-        })
-    }
-
-    fn view(&self) -> Rotary<'_, E> {
-        Rotary {
-            cos: self.cos.view(),
-            sin: self.sin.view(),
-        }
     }
 }
