@@ -574,7 +574,7 @@ mod tests {
     fn a_kill_or_a_full_disk_at_any_point_leaves_a_whole_checkpoint() {
         for kind in [Kind::Killed, Kind::Full] {
             let mut failures = 0;
-            for at in 0.. {
+            for at in 0..1000 {
                 let dir = tempfile::tempdir().unwrap();
                 let root = dir.path();
                 let write = |step, at| {
@@ -608,7 +608,7 @@ mod tests {
                 assert_eq!(left, ["latest", "step-30"], "{kind:?} at {at}");
             }
             // Seven files, each created, written and synced, the directories, the rename and the link.
-            assert!(failures > 25, "{failures}");
+            assert!((25..500).contains(&failures), "{failures}");
         }
     }
 

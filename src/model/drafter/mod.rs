@@ -6,6 +6,7 @@
 mod backward;
 pub mod cache;
 pub mod config;
+mod fields;
 mod forward;
 pub mod params;
 pub mod plan;
