@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use rustix::termios::tcgetwinsize;
 
 /// Prints whole lines to standard error; copies share the one console.
 #[derive(Clone, Debug)]
@@ -27,7 +28,7 @@ impl Console {
             live: terminal.then(|| {
                 let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
                 // The template holds no placeholder that could fail to parse.
-                if let Ok(style) = ProgressStyle::with_template("{wide_msg}") {
+                if let Ok(style) = ProgressStyle::with_template("{msg}") {
                     bar.set_style(style);
                 }
                 bar
@@ -41,11 +42,12 @@ impl Console {
         self.live.is_some()
     }
 
-    /// Replaces the live line; does nothing where there is none.
-    pub fn set_live(&self, text: String) {
+    /// Replaces the live line; does nothing where there is none. Parts between ` | ` stay whole where the
+    /// terminal is too narrow for all of them.
+    pub fn set_live(&self, text: &str) {
         if let Some(bar) = &self.live {
-            bar.set_message(text);
-            bar.tick();
+            let width = tcgetwinsize(io::stderr()).map_or(0, |size| usize::from(size.ws_col));
+            bar.set_message(wrap(text, if width == 0 { 80 } else { width }));
         }
     }
 
@@ -83,6 +85,21 @@ impl Console {
     }
 }
 
+/// Breaks a line of parts so that none is wider than `width`, as far as the parts allow.
+fn wrap(text: &str, width: usize) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for part in text.split(" | ") {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 3 + part.chars().count() < width => {
+                line.push_str(" | ");
+                line.push_str(part);
+            }
+            _ => lines.push(part.to_owned()),
+        }
+    }
+    lines.join("\n")
+}
+
 /// Copies a log to the console as it grows, whole lines under the process's name. Reading the file rather than
 /// a pipe means that a slow console never holds up the worker, and that the log is complete whatever happens here.
 #[derive(Debug)]
@@ -112,7 +129,9 @@ impl Tail {
                 };
                 loop {
                     let last = stopping.load(Ordering::Acquire);
-                    log.copy(&name, &console);
+                    for line in log.lines() {
+                        console.line(&format!("[{name}] {line}"));
+                    }
                     if last {
                         return;
                     }
@@ -144,25 +163,57 @@ struct Log {
 }
 
 impl Log {
-    fn copy(&mut self, name: &str, console: &Console) {
+    /// The lines that were completed since the last look.
+    fn lines(&mut self) -> Vec<String> {
         if self.file.is_none() {
-            let Ok(mut file) = File::open(&self.path) else {
-                return;
-            };
-            if file.seek(SeekFrom::Start(self.at)).is_err() {
-                return;
-            }
-            self.file = Some(file);
+            self.file = File::open(&self.path)
+                .ok()
+                .filter(|mut file| file.seek(SeekFrom::Start(self.at)).is_ok());
         }
-        let Some(file) = &mut self.file else { return };
+        let Some(file) = &mut self.file else {
+            return Vec::new();
+        };
         // What cannot be read now may be readable at the next look.
         let _ = file.read_to_end(&mut self.part);
-        while let Some(end) = self.part.iter().position(|byte| *byte == b'\n') {
-            let line: Vec<u8> = self.part.drain(..=end).collect();
-            console.line(&format!(
-                "[{name}] {}",
-                String::from_utf8_lossy(&line[..end])
-            ));
-        }
+        let Some(end) = self.part.iter().rposition(|byte| *byte == b'\n') else {
+            return Vec::new();
+        };
+        let complete: Vec<u8> = self.part.drain(..=end).collect();
+        let text = String::from_utf8_lossy(&complete);
+        text.lines().map(str::to_owned).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_narrow_terminal_gets_more_lines_of_whole_parts() {
+        let text = "training step 1/9 | loss 2.0 | ring 3/9";
+        assert_eq!(wrap(text, 80), text);
+        assert_eq!(wrap(text, 30), "training step 1/9 | loss 2.0\nring 3/9");
+        assert_eq!(wrap(text, 5), "training step 1/9\nloss 2.0\nring 3/9");
+    }
+
+    #[test]
+    fn a_log_is_copied_from_where_it_was_and_in_whole_lines() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        std::fs::write(&path, "one\ntw").unwrap();
+        let mut log = Log {
+            path: path.clone(),
+            at: 0,
+            file: None,
+            part: Vec::new(),
+        };
+        assert_eq!(log.lines(), ["one"]);
+        let mut file = std::fs::OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .unwrap();
+        file.write_all(b"o\nthree\n").unwrap();
+        assert_eq!(log.lines(), ["two", "three"]);
+        assert!(log.lines().is_empty());
     }
 }

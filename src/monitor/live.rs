@@ -127,7 +127,7 @@ impl LiveLine {
         }
         self.shown = Some(Instant::now());
         if self.console.is_live() {
-            self.console.set_live(view.line());
+            self.console.set_live(&view.line());
         } else {
             self.console.line(&view.line());
         }
