@@ -10,6 +10,7 @@
 //! device can do wrong. [`cpu`] is the readable reference; every implementation passes one conformance suite.
 
 pub mod cpu;
+pub mod cuda;
 mod encoding;
 mod tensor;
 
