@@ -7,16 +7,20 @@ mod layers;
 mod loss;
 mod support;
 
+use std::sync::LazyLock;
+
 use slipstream::engine::cpu::Cpu;
+use slipstream::engine::cuda::Cuda;
 
 /// One test for each part of the suite, on the engine that `$engine` makes.
 macro_rules! conformance {
-    ($module:ident, $engine:expr, [$($part:ident :: $test:ident),* $(,)?]) => {
+    ($module:ident, $engine:expr, $attribute:tt, [$($part:ident :: $test:ident),* $(,)?]) => {
         mod $module {
             #[allow(unused_imports)]
             use super::*;
             $(
                 #[test]
+                # $attribute
                 fn $test() {
                     $part::$test(&$engine);
                 }
@@ -26,10 +30,11 @@ macro_rules! conformance {
 }
 
 macro_rules! whole_suite {
-    ($module:ident, $engine:expr) => {
+    ($module:ident, $engine:expr, $attribute:tt) => {
         conformance!(
             $module,
             $engine,
+            $attribute,
             [
                 basics::values_travel_to_the_device_and_back,
                 basics::slots_are_copied_out_and_in,
@@ -52,8 +57,12 @@ macro_rules! whole_suite {
     };
 }
 
-whole_suite!(cpu_one_thread, Cpu::new(1).unwrap());
-whole_suite!(cpu_three_threads, Cpu::new(3).unwrap());
+whole_suite!(cpu_one_thread, Cpu::new(1).unwrap(), [cfg(all())]);
+whole_suite!(cpu_three_threads, Cpu::new(3).unwrap(), [cfg(all())]);
+whole_suite!(cuda, *CUDA, [ignore = "needs a GPU"]);
+
+/// One engine for all tests: they run side by side on its queues.
+static CUDA: LazyLock<Cuda> = LazyLock::new(|| Cuda::new(0).unwrap());
 
 mod cpu_bits {
     use super::*;

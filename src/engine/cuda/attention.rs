@@ -311,7 +311,7 @@ impl Cuda {
     /// DFlash attention.
     pub(super) fn block(&self, p: &Blocks, out: Raw, lse: Raw) -> Result<(), EngineError> {
         check_heads(p.heads, &[p.q, out], &p.context);
-        assert_eq!((lse.rows, lse.cols), (p.heads.q, p.q.rows), "log-sum-exp");
+        assert_eq!((lse.rows, lse.cols), (p.q.rows, p.heads.q), "log-sum-exp");
         let matrices = [p.q, p.context[0], p.context[1], p.own[0], p.own[1], out];
         if let Some(kernel) = forward(p.heads.dim, true)
             && p.group() <= kernel.queries
@@ -341,7 +341,7 @@ impl Cuda {
             &[p.context[0], g.d_context[0], g.d_context[1]],
         );
         check_heads(heads, &[p.q], &[p.own[0], g.d_block[0], g.d_block[1]]);
-        assert_eq!((g.lse.rows, g.lse.cols), (heads.q, p.q.rows), "log-sum-exp");
+        assert_eq!((g.lse.rows, g.lse.cols), (p.q.rows, heads.q), "log-sum-exp");
         let delta = self.scratch(heads.q * p.q.rows, "attention's backward")?;
         let mut args: Vec<Arg> = strided(&[g.d_out, g.out]).collect();
         args.extend(args![

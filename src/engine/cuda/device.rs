@@ -10,6 +10,9 @@ use cudarc::driver::sys;
 use super::super::{EngineError, Queue};
 use super::libraries;
 
+/// CUDA 12.8: the oldest driver with every function that is called.
+const OLDEST_DRIVER: i32 = 12_080;
+
 /// What a GPU is, read without keeping anything of it open.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DeviceFacts {
@@ -200,6 +203,23 @@ impl Device {
         // SAFETY: plain driver calls with valid out-pointers, in the order that the driver asks for.
         unsafe {
             check(&here, "cuInit", sys::cuInit(0))?;
+            let mut version = 0;
+            check(
+                &here,
+                "cuDriverGetVersion",
+                sys::cuDriverGetVersion(&mut version),
+            )?;
+            if version < OLDEST_DRIVER {
+                return Err(EngineError::Device {
+                    device: here,
+                    what: "opening the GPU",
+                    message: format!(
+                        "its driver supports CUDA {}.{}; update the NVIDIA driver to 570 or later",
+                        version / 1000,
+                        version % 1000 / 10
+                    ),
+                });
+            }
             let mut count = 0;
             check(&here, "cuDeviceGetCount", sys::cuDeviceGetCount(&mut count))?;
             if ordinal >= count as usize {

@@ -95,7 +95,7 @@ impl Cuda {
             NARROW
         };
         let copies = if teacher.is_some() { 2 } else { 1 };
-        let most = (CHUNK_BYTES / (stride * 2 * copies)).max(1);
+        let most = (CHUNK_BYTES / (stride * 4 * copies)).max(1);
         let cut = chunks(slots.block_begin, most);
         let longest = cut
             .iter()
@@ -106,9 +106,9 @@ impl Cuda {
         };
 
         let begin = self.upload_words(slots.block_begin)?;
-        let logits: Buffer<half::bf16> = Buffer::new(&self.device, longest * stride, "logits")?;
-        let teacher_logits: Option<Buffer<half::bf16>> = match teacher {
-            Some(_) => Some(Buffer::new(&self.device, longest * stride, "logits")?),
+        let logits = self.scratch(longest * stride, "logits")?;
+        let teacher_logits = match teacher {
+            Some(_) => Some(self.scratch(longest * stride, "logits")?),
             None => None,
         };
         let gathered: Buffer<half::bf16> =
@@ -133,13 +133,13 @@ impl Cuda {
                 (Some(buffer), Some((teacher, teacher_rows))) => {
                     let zt = matrix(buffer, n, vocab, stride);
                     self.gather_rows(teacher, Some((at(teacher_rows), n)), x)?;
-                    self.product(Product::Forward, [lm_head, x, zt], false, false)?;
+                    self.product(Product::Forward, [lm_head, x, zt], true, false)?;
                     zt.ptr
                 }
                 _ => 0,
             };
             self.gather_rows(hidden, Some((at(rows), n)), x)?;
-            self.product(Product::Forward, [lm_head, x, z], false, false)?;
+            self.product(Product::Forward, [lm_head, x, z], true, false)?;
 
             let args = args![
                 z.ptr,
@@ -187,7 +187,11 @@ impl Cuda {
             ];
             // SAFETY: as above.
             unsafe { self.launch(&program, "logit_gradient", per_row, &args)? };
-            self.product(Product::InputGradient, [lm_head, z, x], false, false)?;
+            let dz = Raw {
+                stride: 2 * stride,
+                ..z
+            };
+            self.product(Product::InputGradient, [lm_head, dz, x], false, false)?;
             self.scatter_rows(x, at(rows), d_hidden)?;
         }
         Ok(())

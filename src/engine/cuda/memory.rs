@@ -210,7 +210,6 @@ pub(super) fn raw_mut<T: Element>(view: &ViewMut<'_, Buffer<T>>) -> Raw {
 pub(super) struct Pinned {
     device: Arc<Device>,
     base: *mut u8,
-    len: usize,
 }
 
 // SAFETY: plain memory, owned.
@@ -229,16 +228,11 @@ impl Pinned {
         Ok(Self {
             device: Arc::clone(device),
             base: base.cast(),
-            len,
         })
     }
 
     pub(super) fn base(&self) -> *mut u8 {
         self.base
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.len
     }
 }
 

@@ -22,12 +22,12 @@ mod rows;
 use std::sync::Arc;
 use std::time::Duration;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::{
-    AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Engine, EngineError, Float,
-    FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads, Index, IndexMut,
-    IndexView, Queue, Rotary, Tensor,
+    AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Encoding, Engine,
+    EngineError, Float, FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads,
+    Index, IndexMut, IndexView, Queue, Rotary, Tensor,
 };
 use copies::HostMemory;
 use device::Device;
@@ -207,6 +207,31 @@ impl Engine for Cuda {
 
     fn write_half(&self, dst: HalfMut<'_, Self>, values: &[f32]) -> Result<(), EngineError> {
         self.staging.upload(values, bf16::from_f32, raw_mut(&dst))
+    }
+
+    fn decode_half(
+        &self,
+        dst: HalfMut<'_, Self>,
+        encoding: Encoding,
+        bytes: &[u8],
+    ) -> Result<(), EngineError> {
+        let dst = raw_mut(&dst);
+        match encoding {
+            Encoding::Bf16 => {
+                let (numbers, _) = bytes.as_chunks::<2>();
+                self.staging.upload(numbers, bf16::from_le_bytes, dst)
+            }
+            Encoding::F32 => {
+                let (numbers, _) = bytes.as_chunks::<4>();
+                let convert = |bytes| bf16::from_f32(f32::from_le_bytes(bytes));
+                self.staging.upload(numbers, convert, dst)
+            }
+            Encoding::F16 => {
+                let (numbers, _) = bytes.as_chunks::<2>();
+                let convert = |bytes| bf16::from_f32(f16::from_le_bytes(bytes).to_f32());
+                self.staging.upload(numbers, convert, dst)
+            }
+        }
     }
 
     fn download_half(&self, src: HalfView<'_, Self>) -> Result<Vec<f32>, EngineError> {

@@ -459,21 +459,27 @@ impl Cuda {
         [grad, master, m, v]: [Raw; 4],
         weight: Option<Raw>,
     ) -> Result<(), EngineError> {
-        let matrices = [grad, master, m, v, weight.unwrap_or(grad)];
-        same_shape(&matrices);
-        assert!(
-            matrices.iter().all(Raw::is_contiguous),
-            "AdamW on strided matrices"
-        );
-        let count = grad.len();
+        let mut all = [grad, master, m, v, weight.unwrap_or(grad)];
+        same_shape(&all);
+        if all.iter().all(Raw::is_contiguous) {
+            all = all.map(Raw::flattened);
+        }
+        let wide = is_wide(&all);
         let correction = |beta: f32| (1.0 - f64::from(beta).powf(update.count as f64)) as f32;
+        let [grad, master, m, v, last] = all;
         let args = args![
             grad.ptr,
+            grad.stride,
             master.ptr,
+            master.stride,
             m.ptr,
+            m.stride,
             v.ptr,
+            v.stride,
             weight.map_or(0, |w| w.ptr),
-            count,
+            last.stride,
+            grad.rows,
+            grad.cols,
             update.grad_scale,
             update.lr,
             update.beta1,
@@ -483,12 +489,14 @@ impl Cuda {
             correction(update.beta1),
             correction(update.beta2),
         ];
-        let blocks = count.div_ceil(256).min(16 * self.device.multiprocessors);
+        let launch = by_rows(grad.rows, grad.cols, wide);
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
-        unsafe { self.launch(&OPTIMIZER, "adamw", Launch::line(blocks, 256), &args) }
+        unsafe { self.launch(&OPTIMIZER, variant!(wide, "adamw"), launch, &args) }
     }
 
     pub(super) fn has_non_finite_impl(&self, x: Raw) -> Result<bool, EngineError> {
+        let x = x.flattened();
+        let wide = is_wide(&[x]);
         let flag: Buffer<u32> = Buffer::new(&self.device, 1, "a flag")?;
         let flag_raw = Raw {
             ptr: flag.address(),
@@ -498,9 +506,9 @@ impl Cuda {
         };
         self.zero(flag_raw, 4)?;
         let args = args![x.ptr, x.stride, x.rows, x.cols, flag.address(),];
-        let blocks = x.len().div_ceil(2048).min(16 * self.device.multiprocessors);
+        let launch = by_rows(x.rows, x.cols, wide);
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
-        unsafe { self.launch(&ROWS, "find_non_finite", Launch::line(blocks, 256), &args)? };
+        unsafe { self.launch(&ROWS, variant!(wide, "find_non_finite"), launch, &args)? };
         let found = self.staging.download(flag_raw, |v: u32| v)?;
         Ok(found[0] != 0)
     }

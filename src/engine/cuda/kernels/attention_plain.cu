@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     start_row(r);
     attend(r, query, context, dim, scale, [](i64) { return true; });
     attend(r, query, own, dim, scale, [](i64) { return true; });
-    finish_row(r, dim, out + row * out_stride + head * dim, lse + head * lse_stride + row);
+    finish_row(r, dim, out + row * out_stride + head * dim, lse + row * lse_stride + head);
 }
 
 // delta[head][row] = sum of d_out * out over the head. One warp a row and head.
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     fetch(query, q + row * q_stride + head * dim, dim);
     fetch(gradient, d_out + row * d_stride + head * dim, dim);
     __syncthreads();
-    float l = lse[head * lse_stride + row], d = delta[head * rows + row], acc[MOST];
+    float l = lse[row * lse_stride + head], d = delta[head * rows + row], acc[MOST];
 #pragma unroll
     for (int i = 0; i < MOST; ++i) acc[i] = 0.f;
     Block mask = {context_start, anchor, block, window};
@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                     if (is_own) mask.own(query, begin, end); else mask.context(query, begin, end);
                     if (row >= begin && row < end) {
                         float s = dot(q + query * q_stride + head * dim, key, dim, q_vector) * scale;
-                        p = __expf(s - lse[head * lse_stride + query]);
+                        p = __expf(s - lse[query * lse_stride + head]);
                         float dp = dot(d_out + query * d_stride + head * dim, value, dim, d_vector);
                         ds = p * (dp - delta[head * rows + query]) * scale;
                     }

@@ -61,3 +61,14 @@ __device__ __forceinline__ float block_sum(float x, float* space) {
     __syncthreads();
     return x;
 }
+
+// One thread per N elements of one row; blockIdx.y walks the rows.
+#define FOR_EACH(N)                                                       \
+    i64 col = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;           \
+    if (col >= cols) return;                                              \
+    for (i64 row = blockIdx.y; row < rows; row += gridDim.y)
+
+// Both variants of a kernel: `_8` needs 16-byte aligned rows of a multiple of 8 columns, `_1` takes anything.
+#define BOTH(name, types, names)                                                         \
+    extern "C" __global__ void __launch_bounds__(512) name##_8 types { name<8> names; } \
+    extern "C" __global__ void __launch_bounds__(512) name##_1 types { name<1> names; }

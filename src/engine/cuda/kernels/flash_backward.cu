@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         int r = warp * 16 + t * 8 + lane / 4, row = first + r / group;
         bool valid = r / group < WIDE && row < limit;
         i64 head = (i64)kv * group + r % group;
-        float l = valid ? lse[head * lse_stride + row] : -INFINITE;
+        float l = valid ? lse[row * lse_stride + head] : -INFINITE;
         // A row that sees nothing gets probability 0 everywhere.
         base[t] = l == -INFINITE ? INFINITE : l * LOG2E;
         shift[t] = valid ? delta[head * all_rows + row] : 0.f;
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             int row = row0 + r / group;
             bool valid = r / group < WIDE && row < last;
             i64 head = (i64)kv * group + r % group;
-            float l = valid ? lse[head * lse_stride + row] : -INFINITE;
+            float l = valid ? lse[row * lse_stride + head] : -INFINITE;
             queries[stage].base[r] = l == -INFINITE ? INFINITE : l * LOG2E;
             queries[stage].shift[r] = valid ? delta[head * all_rows + row] : 0.f;
             Range range = {0, 0};

@@ -197,6 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int d = 0; d < DIM / 8; ++d)
             *(u32*)(to + d * 8) =
                 pack_bf16(sums[t / 2][d][t % 2 * 2] * inverse, sums[t / 2][d][t % 2 * 2 + 1] * inverse);
-        if (lse && lane % 4 == 0) lse[head * lse_stride + row] = sum > 0.f ? top[t] * scale + __logf(sum) : -INFINITE;
+        if (lse && lane % 4 == 0) lse[row * lse_stride + head] = sum > 0.f ? top[t] * scale + __logf(sum) : -INFINITE;
     }
 }

@@ -1,4 +1,4 @@
-// Loss over a chunk of logits, and the gradient written over them. One thread block per row.
+// Loss over a chunk of float32 logits, and the bf16 gradient written over them. One thread block per row.
 // The statistics of a row are STATS floats.
 
 #define STATS 8
@@ -60,12 +60,12 @@ __device__ __forceinline__ Gathered from_lane(const Gathered& a, int step) {
 
 // `teacher` may be null. `label` and `correct` are of the chunk's rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    row_statistics(const bf16* logits, const bf16* teacher, i64 stride, i64 vocab, const u32* label,
+    row_statistics(const float* logits, const float* teacher, i64 stride, i64 vocab, const u32* label,
                    float inverse_t, float* stats, u32* correct) {
     __shared__ Gathered parts[THREADS / 32];
     i64 row = blockIdx.x;
-    const bf16* z = logits + row * stride;
-    const bf16* zt = teacher ? teacher + row * stride : 0;
+    const float* z = logits + row * stride;
+    const float* zt = teacher ? teacher + row * stride : 0;
     Gathered g = {-INFINITE, 0.f, 0.f, 0.f, -INFINITE, 0.f, 0.f, FULL};
     for (i64 col = (i64)threadIdx.x * VECTOR; col < vocab; col += THREADS * VECTOR) {
         float v[VECTOR], t[VECTOR], top = -INFINITE;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float* s = stats + row * STATS;
     float lse = g.top + __logf(g.sum);
     u32 want = label[row];
-    float picked = want < vocab ? to_float(z[want]) : __int_as_float(0x7fc00000);
+    float picked = want < vocab ? z[want] : __int_as_float(0x7fc00000);
     s[S_LSE] = lse;
     s[S_CE] = lse - picked;
     s[S_ENTROPY] = lse - g.moment / g.sum;
@@ -173,24 +173,31 @@ extern "C" __global__ void add_losses(const float* losses, i64 rows, float* sums
     if (threadIdx.x == 0) sums[0] += loss, sums[1] += weight;
 }
 
-// logits = weight * d(term) / d(logits), in place.
+// weight * d(term) / d(logits), over the logits: row r of the gradient begins where row r of the logits does.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    logit_gradient(bf16* logits, const bf16* teacher, i64 stride, i64 vocab, const u32* label, float inverse_t,
+    logit_gradient(float* logits, const float* teacher, i64 stride, i64 vocab, const u32* label, float inverse_t,
                    float soft, float cap, const float* stats) {
     i64 row = blockIdx.x;
     const float* s = stats + row * STATS;
-    bf16* z = logits + row * stride;
-    const bf16* zt = teacher ? teacher + row * stride : 0;
+    const float* z = logits + row * stride;
+    const float* zt = teacher ? teacher + row * stride : 0;
+    bf16* gradient = (bf16*)(logits + row * stride);
     float w = s[S_WEIGHT], lse = s[S_LSE], entropy = s[S_ENTROPY];
     float lse_t = zt ? s[S_LSE_T] : 0.f, teacher_lse = zt ? s[S_TEACHER] : 0.f;
     // d(T^2 KL) / dz = T (softmax(z / T) - teacher)
-    float hard = w * (1.f - soft), kl = inverse_t > 0.f ? w * soft / inverse_t : 0.f;
+    float hard = w * (1.f - soft), kl = zt ? w * soft / inverse_t : 0.f;
     float spread = s[S_CORRECT] != 0.f ? w * cap : 0.f;
     u32 want = label[row];
-    for (i64 col = (i64)threadIdx.x * VECTOR; col < vocab; col += THREADS * VECTOR) {
+    for (i64 first = 0; first < vocab; first += THREADS * VECTOR) {
+        i64 col = first + (i64)threadIdx.x * VECTOR;
         float v[VECTOR], t[VECTOR];
-        load(z + col, v);
-        if (zt) load(zt + col, t);
+        if (col < vocab) {
+            load(z + col, v);
+            if (zt) load(zt + col, t);
+        }
+        // What this round writes lies over logits of this round or earlier ones.
+        __syncthreads();
+        if (col >= vocab) continue;
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
             float log_q = v[i] - lse, q = __expf(log_q);
@@ -200,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (spread != 0.f && q > 0.f) d -= spread * q * (log_q + entropy);
             v[i] = d;
         }
-        store(z + col, v);
+        store(gradient + col, v);
     }
 }
 

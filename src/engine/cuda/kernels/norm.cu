@@ -95,10 +95,6 @@ __device__ void norm_backward(const bf16* dy, i64 dy_stride, const bf16* x, i64 
     }
 }
 
-#define BOTH(name, types, names)                                                           \
-    extern "C" __global__ void __launch_bounds__(512) name##_8 types { name<8> names; }   \
-    extern "C" __global__ void __launch_bounds__(512) name##_1 types { name<1> names; }
-
 BOTH(norm,
      (bf16 * h, i64 h_stride, const bf16* delta, i64 delta_stride, const float* w, float eps, bf16* y, i64 y_stride,
       i64 cols),

@@ -35,18 +35,35 @@ extern "C" __global__ void sum_partial(const float* partial, i64 parts, float* o
     if (threadIdx.x == 0) out[0] = sum;
 }
 
-// correction1 and correction2 are 1 - beta^count.
-extern "C" __global__ void adamw(const float* grad, float* master, float* m, float* v, bf16* weight, i64 count,
-                                 float grad_scale, float lr, float beta1, float beta2, float eps,
-                                 float weight_decay, float correction1, float correction2) {
-    i64 step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        float g = grad[i] * grad_scale, p = master[i];
-        float a = m[i] = beta1 * m[i] + (1.f - beta1) * g;
-        float b = v[i] = beta2 * v[i] + (1.f - beta2) * g * g;
-        p -= lr * weight_decay * p;
-        p -= lr * (a / correction1) / (sqrtf(b / correction2) + eps);
-        master[i] = p;
-        if (weight) weight[i] = to_bf16(p);
+// correction1 and correction2 are 1 - beta^count; `weight` may be null.
+template <int N>
+__device__ void adamw(const float* grad, i64 grad_stride, float* master, i64 master_stride, float* m, i64 m_stride,
+                      float* v, i64 v_stride, bf16* weight, i64 weight_stride, i64 rows, i64 cols, float grad_scale,
+                      float lr, float beta1, float beta2, float eps, float weight_decay, float correction1,
+                      float correction2) {
+    FOR_EACH(N) {
+        float g[N], p[N], a[N], b[N];
+        load(grad + row * grad_stride + col, g);
+        load(master + row * master_stride + col, p);
+        load(m + row * m_stride + col, a);
+        load(v + row * v_stride + col, b);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            float d = g[i] * grad_scale;
+            a[i] = beta1 * a[i] + (1.f - beta1) * d;
+            b[i] = beta2 * b[i] + (1.f - beta2) * d * d;
+            p[i] -= lr * weight_decay * p[i];
+            p[i] -= lr * (a[i] / correction1) / (sqrtf(b[i] / correction2) + eps);
+        }
+        store(master + row * master_stride + col, p);
+        store(m + row * m_stride + col, a);
+        store(v + row * v_stride + col, b);
+        if (weight) store(weight + row * weight_stride + col, p);
     }
 }
+BOTH(adamw,
+     (const float* grad, i64 grad_stride, float* master, i64 master_stride, float* m, i64 m_stride, float* v,
+      i64 v_stride, bf16* weight, i64 weight_stride, i64 rows, i64 cols, float grad_scale, float lr, float beta1,
+      float beta2, float eps, float weight_decay, float correction1, float correction2),
+     (grad, grad_stride, master, master_stride, m, m_stride, v, v_stride, weight, weight_stride, rows, cols,
+      grad_scale, lr, beta1, beta2, eps, weight_decay, correction1, correction2))

@@ -1,11 +1,4 @@
 // Element by element and row by row: copies, conversions, bias, SwiGLU.
-// `_8` kernels need 16-byte aligned rows of a multiple of 8 columns, `_1` kernels take anything.
-
-// One thread per N elements of one row; blockIdx.y walks the rows.
-#define FOR_EACH(N)                                                       \
-    i64 col = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;           \
-    if (col >= cols) return;                                              \
-    for (i64 row = blockIdx.y; row < rows; row += gridDim.y)
 
 // out[i] = table[ids[i]]; an id outside of the table gives NaN, which the checks for non-finite values find.
 template <int N>
@@ -96,10 +89,6 @@ __device__ void swiglu_backward(const bf16* dy, i64 dy_stride, const bf16* gate_
     }
 }
 
-#define BOTH(name, types, names)                                 \
-    extern "C" __global__ void name##_8 types { name<8> names; } \
-    extern "C" __global__ void name##_1 types { name<1> names; }
-
 BOTH(gather,
      (const bf16* src, i64 src_stride, i64 src_rows, const u32* ids, bf16* dst, i64 dst_stride, i64 rows, i64 cols),
      (src, src_stride, src_rows, ids, dst, dst_stride, rows, cols))
@@ -128,10 +117,15 @@ CONVERT(round_to_bf16, float, bf16)
 CONVERT(widen, bf16, float)
 
 // flag = 1 where an element is NaN or infinite.
-extern "C" __global__ void find_non_finite(const bf16* x, i64 stride, i64 rows, i64 cols, u32* flag) {
-    i64 all = rows * cols, step = (i64)gridDim.x * blockDim.x;
-    bool found = false;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step)
-        found |= (x[i / cols * stride + i % cols] & 0x7f80) == 0x7f80;
-    if (found) *flag = 1;
+template <int N>
+__device__ void find_non_finite(const bf16* x, i64 stride, i64 rows, i64 cols, u32* flag) {
+    FOR_EACH(N) {
+        float v[N];
+        load(x + row * stride + col, v);
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < N; ++i) found |= !(fabsf(v[i]) < INFINITE);
+        if (found) *flag = 1;
+    }
 }
+BOTH(find_non_finite, (const bf16* x, i64 stride, i64 rows, i64 cols, u32* flag), (x, stride, rows, cols, flag))
