@@ -5,6 +5,7 @@ pub mod cli;
 pub mod evaluate;
 pub mod export;
 pub mod flags;
+pub mod gpus;
 pub mod options;
 pub mod output;
 pub mod places;

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::flags::{Mistake, Values};
+use super::places::parse_gpus;
 use crate::control::{Role, WorkerName};
 use crate::train::options::{LossOptions, OptimizerOptions, Schedule};
 
@@ -39,10 +40,14 @@ pub struct Options {
 /// Who runs.
 #[derive(Clone, Debug)]
 pub struct PlaceOptions {
-    /// Target workers.
-    pub targets: usize,
-    /// Drafter workers.
-    pub drafters: usize,
+    /// Targets and drafters on CPUs.
+    pub cpu: (usize, usize),
+    /// Whether CPU places were asked for.
+    pub cpu_given: bool,
+    /// GPUs that were asked for.
+    pub gpus: Option<Vec<u32>>,
+    /// Targets and drafters on GPUs.
+    pub split: Option<(usize, usize)>,
 }
 
 /// The frozen model.
@@ -232,7 +237,6 @@ impl Options {
             return Err(values.mistakes);
         }
         let values = &values;
-        let (targets, drafters) = values.pair("cpu").expect(IN_TABLE);
         let int = |name| size(values, name).expect(IN_TABLE);
         let real = |name| values.real(name).expect(IN_TABLE);
         let config = path(values, "draft-config");
@@ -248,7 +252,12 @@ impl Options {
         let block_size = sized("block-size");
         Ok(Self {
             demo,
-            places: PlaceOptions { targets, drafters },
+            places: PlaceOptions {
+                cpu: values.pair("cpu").expect(IN_TABLE),
+                cpu_given: values.given("cpu"),
+                gpus: values.text("gpus").and_then(|list| parse_gpus(list).ok()),
+                split: values.pair("split"),
+            },
             target: TargetOptions {
                 model: path(values, "target-model"),
                 chat_template: path(values, "chat-template"),
@@ -413,11 +422,16 @@ fn json_value((key, value): (String, String)) -> (String, serde_json::Value) {
 fn check_combinations(values: &mut Values, demo: bool) {
     let has_data = !values.texts("data").is_empty();
     let has_model = values.text("target-model").is_some();
-    if values.given("gpus") {
-        values.wrong(
-            "gpus",
-            "there is no GPU engine in this build; choose CPU places with --cpu T:D",
-        );
+    if let Some(list) = values.text("gpus").map(ToOwned::to_owned) {
+        if let Err(what) = parse_gpus(&list) {
+            values.wrong("gpus", what);
+        }
+        if values.given("cpu") {
+            values.wrong("gpus", "and --cpu exclude each other");
+        }
+    }
+    if values.given("split") && values.given("cpu") {
+        values.wrong("split", "is for GPUs; --cpu T:D already says how many");
     }
     if !demo && has_model && !has_data {
         values.wrong("data", "is missing: which conversations to train on (only the demo, without a model, brings its own)");
@@ -460,7 +474,7 @@ fn check_combinations(values: &mut Values, demo: bool) {
             );
         }
     }
-    if let Some((targets, drafters)) = values.pair("cpu") {
+    if let Some((targets, drafters)) = values.pair("split").or_else(|| values.pair("cpu")) {
         for name in values.workers("show") {
             let count = match name.role {
                 Role::Target => targets,

@@ -15,6 +15,21 @@ pub enum Device {
         /// At least one.
         threads: usize,
     },
+    /// One GPU; a target and a drafter may share it.
+    Gpu {
+        /// Its number among the visible ones.
+        ordinal: u32,
+    },
+}
+
+impl Device {
+    /// Host threads that the worker may compute with.
+    pub fn threads(self) -> usize {
+        match self {
+            Self::Cpu { threads } => threads,
+            Self::Gpu { .. } => 1,
+        }
+    }
 }
 
 impl fmt::Display for Device {
@@ -22,6 +37,7 @@ impl fmt::Display for Device {
         match self {
             Self::Cpu { threads: 1 } => f.write_str("1 CPU thread"),
             Self::Cpu { threads } => write!(f, "{threads} CPU threads"),
+            Self::Gpu { ordinal } => write!(f, "GPU {ordinal}"),
         }
     }
 }
@@ -118,6 +134,79 @@ pub fn cpu_places(threads: usize, targets: usize, drafters: usize, cost: RoleCos
     places
 }
 
+/// Targets and drafters for so many GPUs when nobody says: one of each shares a single GPU; of several, five in
+/// eight run targets.
+pub fn default_split(gpus: usize) -> (usize, usize) {
+    if gpus < 2 {
+        return (1, 1);
+    }
+    let targets = (gpus * 5).div_ceil(8).min(gpus - 1);
+    (targets, gpus - targets)
+}
+
+/// GPU places: targets on the first GPUs, drafters on the last. Where there are fewer GPUs than workers the roles
+/// share, and targets share with each other; two drafters never share one.
+///
+/// # Errors
+/// In words: more drafters than GPUs, or a GPU that would stay idle.
+pub fn gpu_places(gpus: &[u32], targets: usize, drafters: usize) -> Result<Vec<Place>, String> {
+    if drafters > gpus.len() {
+        return Err(format!(
+            "{drafters} drafters on {} GPUs: two drafters on one GPU would only take turns; use at most one each",
+            gpus.len()
+        ));
+    }
+    if targets + drafters < gpus.len() {
+        return Err(format!(
+            "{targets} targets and {drafters} drafters leave {} of {} GPUs idle",
+            gpus.len() - targets - drafters,
+            gpus.len()
+        ));
+    }
+    let place = |role, rank: usize, ordinal| Place {
+        worker: WorkerName::new(role, rank as u32),
+        device: Device::Gpu { ordinal },
+    };
+    let mut places: Vec<Place> = (0..targets)
+        .map(|rank| place(Role::Target, rank, gpus[rank % gpus.len()]))
+        .collect();
+    let first = gpus.len() - drafters;
+    places.extend((0..drafters).map(|rank| place(Role::Drafter, rank, gpus[first + rank])));
+    Ok(places)
+}
+
+/// A list of GPUs such as `0-3,6`.
+///
+/// # Errors
+/// In words: what part of it is no number or range, runs backwards, or names a GPU twice.
+pub fn parse_gpus(text: &str) -> Result<Vec<u32>, String> {
+    let mut gpus = Vec::new();
+    for part in text.split(',') {
+        let number = |text: &str| {
+            text.trim()
+                .parse::<u32>()
+                .map_err(|_| format!("`{part}` is no GPU number and no range such as 0-3"))
+        };
+        let (first, last) = match part.split_once('-') {
+            Some((first, last)) => (number(first)?, number(last)?),
+            None => (number(part)?, number(part)?),
+        };
+        if first > last {
+            return Err(format!("`{part}` runs backwards; write {last}-{first}"));
+        }
+        if last - first >= 1024 {
+            return Err(format!("`{part}` names more GPUs than any machine has"));
+        }
+        for gpu in first..=last {
+            if gpus.contains(&gpu) {
+                return Err(format!("GPU {gpu} is named twice"));
+            }
+            gpus.push(gpu);
+        }
+    }
+    Ok(gpus)
+}
+
 /// Slots that a ring must have, and the number taken by default: the units of the largest step, since slots are
 /// held until the commit, one prefetched for each drafter, two for each target; and a quarter more.
 pub fn ring_slots(units_per_step: usize, drafters: usize, targets: usize) -> (usize, usize) {
@@ -184,5 +273,54 @@ mod tests {
     #[test]
     fn slots_cover_a_step_and_a_quarter_more() {
         assert_eq!(ring_slots(16, 2, 2), (22, 28));
+    }
+
+    #[test]
+    fn gpu_lists_are_understood_or_refused() {
+        assert_eq!(parse_gpus("0-2,5").unwrap(), [0, 1, 2, 5]);
+        assert_eq!(parse_gpus("3").unwrap(), [3]);
+        for (text, what) in [
+            ("0,0", "named twice"),
+            ("7-0", "runs backwards"),
+            ("", "no GPU number"),
+            ("0-", "no GPU number"),
+            ("a", "no GPU number"),
+            ("0-9999", "more GPUs"),
+        ] {
+            let error = parse_gpus(text).unwrap_err();
+            assert!(error.contains(what), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn drafters_never_share_a_gpu() {
+        let on = |gpus: &[u32], targets, drafters| -> Vec<(String, Device)> {
+            let places = gpu_places(gpus, targets, drafters).unwrap();
+            places
+                .iter()
+                .map(|p| (p.worker.to_string(), p.device))
+                .collect()
+        };
+        let gpu = |ordinal| Device::Gpu { ordinal };
+        assert_eq!(
+            on(&[0], 1, 1),
+            [("target-0".into(), gpu(0)), ("drafter-0".into(), gpu(0))]
+        );
+        assert_eq!(
+            on(&[2, 3], 1, 1),
+            [("target-0".into(), gpu(2)), ("drafter-0".into(), gpu(3))]
+        );
+        let shared = on(&[0, 1], 2, 2);
+        assert_eq!(shared[2], ("drafter-0".into(), gpu(0)));
+        assert_eq!(shared[3], ("drafter-1".into(), gpu(1)));
+        assert!(
+            gpu_places(&[0], 1, 2)
+                .unwrap_err()
+                .contains("at most one each")
+        );
+        assert!(gpu_places(&[0, 1, 2], 1, 1).unwrap_err().contains("idle"));
+        assert_eq!(default_split(8), (5, 3));
+        assert_eq!(default_split(2), (1, 1));
+        assert_eq!(default_split(1), (1, 1));
     }
 }

@@ -6,10 +6,12 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use super::gpus;
 use super::options::Options;
 use super::output::{Existing, OutputDir, OutputError, cut_after_step};
-use super::places::{self, CostModel, RoleCost};
+use super::places::{self, CostModel, Device, Place, RoleCost};
 use super::plan::{Facts, Plan};
+use crate::control::Role;
 use crate::data::split::SplitOptions;
 use crate::data::units::{PackLimits, write_units};
 use crate::data::{
@@ -158,13 +160,17 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     };
     let work = Workload::open(&spec)?;
 
-    let (targets, drafters) = (options.places.targets, options.places.drafters);
-    let places = places::cpu_places(
-        places::machine_threads(),
-        targets,
-        drafters,
-        predicted_cost(target, &drafter, &work),
-    );
+    let places = choose_places(options, predicted_cost(target, &drafter, &work))?;
+    let count = |role| {
+        places
+            .iter()
+            .filter(|place| place.worker.role == role)
+            .count()
+    };
+    let (targets, drafters) = (count(Role::Target), count(Role::Drafter));
+    let on_gpus = places
+        .iter()
+        .any(|place| matches!(place.device, Device::Gpu { .. }));
     let per_step = units_per_step(
         work.units.iter().map(|unit| unit.anchors),
         options.training.epochs,
@@ -225,7 +231,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         captured_width: (drafter.captured() * drafter.hidden_size) as u32,
         hidden: drafter.hidden_size as u32,
         final_hidden: options.loss.use_soft_labels,
-        dtype: Dtype::F32,
+        dtype: if on_gpus { Dtype::Bf16 } else { Dtype::F32 },
         batch_anchors: options.training.batch_anchors,
         units_per_step: per_step,
         reduce_floats: if drafters > 1 {
@@ -241,6 +247,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     let worker = WorkerPlan {
         seat: 0,
         incarnation: 1,
+        gpu: None,
         run_id: String::new(),
         target: source.model.clone(),
         assume_tied: options.target.assume_tied,
@@ -287,6 +294,52 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         ledger,
         first_step,
     })
+}
+
+/// The GPUs that were asked for, or all visible ones; CPUs where there are none, or where they were asked for.
+fn choose_places(options: &Options, cost: RoleCost) -> Result<Vec<Place>, Refusal> {
+    let wanted = &options.places;
+    let refuse = |what: String| Refusal(vec![what]);
+    let cpu = || {
+        let (targets, drafters) = wanted.cpu;
+        places::cpu_places(places::machine_threads(), targets, drafters, cost)
+    };
+    if wanted.cpu_given {
+        return Ok(cpu());
+    }
+    let visible = match gpus::visible() {
+        Ok(visible) => visible,
+        Err(what) if wanted.gpus.is_some() || wanted.split.is_some() => {
+            return Err(refuse(format!("--gpus: {what}")));
+        }
+        Err(what) => {
+            tracing::debug!("no GPU: {what}");
+            return Ok(cpu());
+        }
+    };
+    let chosen = match &wanted.gpus {
+        Some(chosen) => chosen.clone(),
+        None if visible.is_empty() => return Ok(cpu()),
+        None => (0..visible.len() as u32).collect(),
+    };
+    if let Some(beyond) = chosen.iter().find(|&&gpu| gpu as usize >= visible.len()) {
+        return Err(refuse(format!(
+            "--gpus: there is no GPU {beyond}: {} visible, counted from 0",
+            visible.len()
+        )));
+    }
+    let problems: Vec<String> = chosen
+        .iter()
+        .filter_map(|&gpu| visible[gpu as usize].problem(gpu))
+        .collect();
+    if !problems.is_empty() {
+        return Err(Refusal(problems));
+    }
+    let (targets, drafters) = wanted
+        .split
+        .unwrap_or_else(|| places::default_split(chosen.len()));
+    places::gpu_places(&chosen, targets, drafters)
+        .map_err(|what| refuse(format!("--split: {what}")))
 }
 
 /// Where model and conversations lie.

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use super::gpus;
 use super::options::Options;
 use super::output::{JsonLines, OutputDir, OutputError, RunFile};
 use super::places::{Device, Place};
@@ -96,14 +97,16 @@ fn run(
     .write(&prepared.output)?;
     let mut tails = Vec::new();
     for Place { worker, device } in &prepared.plan.places {
-        let Device::Cpu { threads } = *device;
         let log = prepared.output.log(*worker);
         supervisor.add(&WorkerSpec {
             worker: *worker,
             program: programs[usize::from(worker.role == Role::Drafter)].clone(),
             arguments: Vec::new(),
-            environment: Vec::new(),
-            threads,
+            environment: match device {
+                Device::Cpu { .. } => Vec::new(),
+                Device::Gpu { .. } => vec![("LD_LIBRARY_PATH".into(), gpus::library_path())],
+            },
+            threads: device.threads(),
             descriptors: vec![("segment", segment.fd())],
             log: log.clone(),
         })?;
@@ -168,6 +171,7 @@ struct Run<'a> {
     template: &'a WorkerPlan,
     run_id: RunId,
     names: Vec<WorkerName>,
+    devices: Vec<Device>,
     planned_anchors: u64,
     anchors_by_unit: &'a crate::data::Workload,
     held_out: u64,
@@ -210,6 +214,12 @@ impl<'a> Run<'a> {
                 .places
                 .iter()
                 .map(|place| place.worker)
+                .collect(),
+            devices: prepared
+                .plan
+                .places
+                .iter()
+                .map(|place| place.device)
                 .collect(),
             planned_anchors: prepared.work.planned_anchors(),
             anchors_by_unit: &prepared.work,
@@ -492,6 +502,10 @@ impl Hooks for Run<'_> {
     fn plan(&mut self, worker: WorkerId) -> Vec<u8> {
         let plan = WorkerPlan {
             seat: self.seat(worker),
+            gpu: match self.devices[worker] {
+                Device::Cpu { .. } => None,
+                Device::Gpu { ordinal } => Some(ordinal),
+            },
             run_id: self.run_id.to_string(),
             ..self.template.clone()
         };

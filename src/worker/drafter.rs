@@ -5,13 +5,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::held_out::evaluate;
-use super::slot::copy_in;
+use super::slot::{copy_in, register};
 use super::{Replay, Start, WorkerError, WorkerPlan};
 use crate::collective::{Collective, SharedMemory};
 use crate::control::{FromWorker, Loaded, Reporter, StepReport, WorkerLink};
 use crate::data::Workload;
 use crate::engine::Engine;
 use crate::engine::cpu::Cpu;
+use crate::engine::cuda::Cuda;
 use crate::launch::process;
 use crate::model::drafter::{Document, DrafterConfig, DrafterModel, ParamLayout, Params};
 use crate::model::{TargetFiles, TargetHead};
@@ -38,17 +39,23 @@ pub fn reduce_floats(config: &DrafterConfig) -> u64 {
     (ParamLayout::new(config).len() + TOTALS) as u64
 }
 
-/// Plays a drafter on this machine's CPUs, from plan to leaving.
+/// Plays a drafter, from plan to leaving.
 ///
 /// # Errors
 /// [`WorkerError`]: whatever keeps it from going on.
 pub fn run(link: &WorkerLink) -> Result<(), WorkerError> {
     let plan: WorkerPlan = link.plan()?;
-    let engine = Cpu::new(link.threads())?;
+    match plan.gpu {
+        None => play(link, plan, &Cpu::new(link.threads())?),
+        Some(gpu) => play(link, plan, &Cuda::new(gpu as usize)?),
+    }
+}
+
+fn play<E: Engine>(link: &WorkerLink, plan: WorkerPlan, engine: &E) -> Result<(), WorkerError> {
     let reporter = link.reporter();
     reporter.loading("the target's embedding and head", 0.0)?;
-    let trainer = Trainer::load(&engine, plan, link, SharedMemory::default())?;
-    let parameters = trainer.model.params.value_hash(&engine)?;
+    let trainer = Trainer::load(engine, plan, link, SharedMemory::default())?;
+    let parameters = trainer.model.params.value_hash(engine)?;
     reporter.ready(Loaded {
         memory: process::resident_memory(std::process::id()).unwrap_or(0),
         parameters: Some(parameters.to_hex().to_string()),
@@ -114,6 +121,7 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         seat.set_reduce_deadline(Some(REDUCE_DEADLINE));
         seat.live().set(Activity::Loading, 0);
 
+        register(engine, &segment)?;
         let work = Workload::open(&plan.work)?;
         let (units, drafters) = (segment.geometry().units, segment.geometry().drafters);
         let replay = plan.replay.as_deref();

@@ -15,6 +15,8 @@ pub struct WorkerPlan {
     pub seat: u32,
     /// How often the seat was taken, this time included.
     pub incarnation: u32,
+    /// The GPU that it runs on, counted among the visible ones; none for CPUs.
+    pub gpu: Option<u32>,
     /// Names the run, so that no worker attaches to another run's memory.
     pub run_id: String,
     /// The frozen model's directory.

@@ -1,7 +1,21 @@
 //! Between a slot's bytes and the engine's tensors, in both directions.
 
 use crate::engine::{Engine, EngineError, Half, Queue};
-use crate::shm::{Filling, Result, View};
+use crate::shm::{Filling, Result, Segment, View};
+
+/// Makes all payloads fit for asynchronous copies, as one range: copies across two registrations fail.
+pub(super) fn register<E: Engine>(
+    engine: &E,
+    segment: &Segment,
+) -> std::result::Result<(), EngineError> {
+    if E::HALF_BYTES == 2 {
+        // Registering untouched pages costs several times as much.
+        segment.prefault();
+    }
+    let (base, len) = segment.payload_range();
+    // SAFETY: the mapping lives as long as the process: the seat's handle holds the segment.
+    unsafe { engine.register_host(base, len) }
+}
 
 /// Hidden states of a unit on the engine.
 pub(super) struct States<E: Engine> {

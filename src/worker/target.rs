@@ -3,11 +3,12 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::slot::{captured_mut, final_hidden_mut};
+use super::slot::{captured_mut, final_hidden_mut, register};
 use super::{WorkerError, WorkerPlan};
 use crate::control::{Loaded, WorkerLink};
 use crate::data::{Document, Workload};
 use crate::engine::cpu::Cpu;
+use crate::engine::cuda::Cuda;
 use crate::engine::{Engine, Half, Queue};
 use crate::launch::process;
 use crate::model::drafter::DrafterConfig;
@@ -19,16 +20,22 @@ const COPY_DEADLINE: Duration = Duration::from_secs(60);
 /// Units with non-finite hidden states that are tolerated: one in this many.
 const BAD_STATES_SHARE: u64 = 1000;
 
-/// Plays a target on this machine's CPUs, from plan to leaving.
+/// Plays a target, from plan to leaving.
 ///
 /// # Errors
 /// [`WorkerError`]: whatever keeps it from going on.
 pub fn run(link: &WorkerLink) -> Result<(), WorkerError> {
     let plan: WorkerPlan = link.plan()?;
-    let engine = Cpu::new(link.threads())?;
+    match plan.gpu {
+        None => play(link, &plan, &Cpu::new(link.threads())?),
+        Some(gpu) => play(link, &plan, &Cuda::new(gpu as usize)?),
+    }
+}
+
+fn play<E: Engine>(link: &WorkerLink, plan: &WorkerPlan, engine: &E) -> Result<(), WorkerError> {
     let reporter = link.reporter();
     reporter.loading("the target's weights", 0.0)?;
-    let mut worker = Prefiller::load(&engine, &plan, link)?;
+    let mut worker = Prefiller::load(engine, plan, link)?;
     reporter.ready(Loaded {
         memory: process::resident_memory(std::process::id()).unwrap_or(0),
         parameters: None,
@@ -66,6 +73,7 @@ impl<'a, E: Engine> Prefiller<'a, E> {
         let segment = Segment::attach(link.descriptor("segment")?, Some(run_id))?;
         let seat = segment.target(link.name().rank, plan.incarnation)?;
         seat.live().set(Activity::Loading, 0);
+        register(engine, &segment)?;
         let work = Workload::open(&plan.work)?;
         let drafter = DrafterConfig::from_json(&plan.drafter)?;
         let needs = TargetNeeds {
