@@ -245,7 +245,7 @@ fn everything_at_once_with_two_targets() {
         targets: 2,
         ..WHOLE
     };
-    check("everything, two targets", 8_000_000, config);
+    check("everything, two targets", 25_000_000, config);
 }
 
 #[test]
@@ -263,7 +263,7 @@ fn larger_sizes() {
         prefetch: true,
         ..BASE
     };
-    check("four units", 2_000_000, four_units);
+    check("four units", 8_000_000, four_units);
     let roll_back = Config {
         targets: 2,
         drafters: 1,
@@ -273,5 +273,5 @@ fn larger_sizes() {
         stop: true,
         ..BASE
     };
-    check("roll-back with everything", 2_000_000, roll_back);
+    check("roll-back with everything", 7_000_000, roll_back);
 }
