@@ -50,8 +50,16 @@ fn each_wrong_option_is_one_line() {
         ],
     );
     refuses(
-        &["--gpus", "0-7"],
-        &["error: --gpus: there is no GPU engine in this build; choose CPU places with --cpu T:D"],
+        &["--gpus", "7-0"],
+        &["error: --gpus: `7-0` runs backwards; write 0-7"],
+    );
+    refuses(
+        &["--gpus", "0,0"],
+        &["error: --gpus: GPU 0 is named twice"],
+    );
+    refuses(
+        &["--gpus", "0", "--cpu", "1:1"],
+        &["error: --gpus: and --cpu exclude each other"],
     );
     refuses(
         &["--config", "/no/such.toml"],

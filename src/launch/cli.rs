@@ -57,7 +57,7 @@ impl CliError {
 /// The version line: package, commit and features of this build.
 pub fn version() -> &'static str {
     static VERSION: LazyLock<String> = LazyLock::new(|| {
-        let mut features = vec!["cpu"];
+        let mut features = vec!["cpu", "cuda"];
         if cfg!(feature = "loom") {
             features.push("loom");
         }
@@ -453,7 +453,7 @@ mod tests {
             "--restarts",
             "3",
             "--gpus",
-            "0-7",
+            "7-0",
             "--target-model",
             "m",
             "--seed",
@@ -462,7 +462,7 @@ mod tests {
             "=x",
         ]);
         let starts = [
-            "--gpus: there is no GPU engine in this build",
+            "--gpus: `7-0` runs backwards; write 0-7",
             "--data: is missing",
             "--target-layers: must rise",
             "--lr: -1 is out of range (above 0 to 1)",

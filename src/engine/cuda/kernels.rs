@@ -192,7 +192,7 @@ impl Kernels {
                 })?;
                 Function {
                     raw,
-                    shared: 48 << 10,
+                    shared: 32 << 10,
                 }
             }
         };
