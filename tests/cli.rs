@@ -53,10 +53,7 @@ fn each_wrong_option_is_one_line() {
         &["--gpus", "7-0"],
         &["error: --gpus: `7-0` runs backwards; write 0-7"],
     );
-    refuses(
-        &["--gpus", "0,0"],
-        &["error: --gpus: GPU 0 is named twice"],
-    );
+    refuses(&["--gpus", "0,0"], &["error: --gpus: GPU 0 is named twice"]);
     refuses(
         &["--gpus", "0", "--cpu", "1:1"],
         &["error: --gpus: and --cpu exclude each other"],

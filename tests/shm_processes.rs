@@ -278,7 +278,7 @@ impl Trainer {
                     let ledger = self.drafter.segment().export_ledger(step);
                     assert_eq!(
                         ledger.done(),
-                        self.weights.iter().map(|n| u64::from(*n)).sum()
+                        self.weights.iter().map(|n| u64::from(*n)).sum::<u64>()
                     );
                     let text: String = self.weights.iter().map(|n| char::from(b'0' + n)).collect();
                     let temporary = self.folder.join("saving");
@@ -308,7 +308,7 @@ fn check(header: &SlotHeader, view: &View<'_>) {
     );
     assert_eq!(view.offsets(), [0, 2, TOKENS]);
     assert_eq!(view.rows(), [unit, unit + 1]);
-    assert_eq!(header.weightless, unit % 7 == 0);
+    assert_eq!(header.weightless, unit.is_multiple_of(7));
 }
 
 /// The last checkpoint: step and weights.

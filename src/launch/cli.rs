@@ -326,7 +326,7 @@ mod tests {
     fn nothing_given_is_the_demo() {
         let options = run(&[]);
         assert!(options.demo);
-        assert_eq!((options.places.targets, options.places.drafters), (2, 2));
+        assert_eq!(options.places.cpu, (2, 2));
         assert_eq!(
             (options.drafter.layers, options.drafter.block_size),
             (Some(2), Some(8))
@@ -407,7 +407,7 @@ mod tests {
             "--no-quarantine",
         ]);
         assert_eq!(options.data.files, ["a", "b", "c"].map(PathBuf::from));
-        assert_eq!((options.places.targets, options.places.drafters), (1, 3));
+        assert_eq!(options.places.cpu, (1, 3));
         assert_eq!(options.drafter.target_layers, Some(vec![1, 9, 17]));
         let kwargs = &options.data.template_kwargs;
         assert_eq!(

@@ -226,9 +226,7 @@ mod tests {
         drafter: f64,
     ) -> Vec<usize> {
         let places = cpu_places(total, targets, drafters, RoleCost { target, drafter });
-        let threads = |place: &Place| match place.device {
-            Device::Cpu { threads } => threads,
-        };
+        let threads = |place: &Place| place.device.threads();
         places.iter().map(threads).collect()
     }
 

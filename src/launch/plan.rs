@@ -493,7 +493,7 @@ pub(crate) mod tests {
             mask_token_id: 3,
             ring_slots: 28,
             output: options.output.dir.clone().unwrap_or_default(),
-            places: cpu_places(4, options.places.targets, options.places.drafters, cost),
+            places: cpu_places(4, options.places.cpu.0, options.places.cpu.1, cost),
         };
         Plan::new(&options, facts)
     }
