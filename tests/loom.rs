@@ -208,7 +208,7 @@ fn one_sentinel_per_drafter_and_no_unit_after_it() {
 
 /// A target died after publishing: its unit is never prefilled again, however far the drafter is.
 #[test]
-fn requeueing_leaves_published_units_alone() {
+fn requeuing_leaves_published_units_alone() {
     explore(3, || {
         let segment = small(1, 1, 1, 2);
         let unit = publish(&segment, 0);
