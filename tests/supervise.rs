@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use slipstream::control::{
-    FromWorker, Loaded, Role, ToWorker, WorkerLink, WorkerName, worker_main,
+    FromWorker, Loaded, Role, ToWorker, WorkerLink, WorkerName, clean_stale, worker_main,
 };
 use slipstream::launch::process;
 use slipstream::launch::report::{RootCause, how_to_resume};
@@ -405,10 +405,13 @@ impl Stage {
                 std::thread::sleep(Duration::from_millis(5));
             }
         }
-        if status.signal().is_none() {
-            let sockets = std::fs::read_to_string(self.path("sockets")).expect("sockets");
-            assert!(!Path::new(&sockets).exists(), "{sockets} is left");
+        let sockets =
+            PathBuf::from(std::fs::read_to_string(self.path("sockets")).expect("sockets"));
+        if status.signal().is_some() {
+            // What the next start does with a folder that run.json names.
+            clean_stale(&sockets);
         }
+        assert!(!sockets.exists(), "{} is left", sockets.display());
         let ended = Ended {
             code: status
                 .code()
