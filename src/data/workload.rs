@@ -104,6 +104,11 @@ impl Workload {
         self.units.unit(self.order.unit(g as u32)).anchors
     }
 
+    /// Tokens of the unit at `g`.
+    pub fn tokens(&self, g: u64) -> u32 {
+        self.units.unit(self.order.unit(g as u32)).tokens
+    }
+
     /// Epoch that the unit at `g` belongs to.
     pub fn epoch(&self, g: u64) -> u64 {
         g / u64::from(self.units.len().max(1))

@@ -84,11 +84,13 @@ const FOLDERS: [&str; 2] = ["logs", "checkpoints"];
 #[derive(Clone, Debug)]
 pub struct OutputDir {
     path: PathBuf,
+    overwrite: bool,
 }
 
 impl OutputDir {
     /// Takes `path` for a run, made if need be: it is writable, has room for a test write, and no other run is
-    /// going on in it. Removes what a killed launcher left of its start-up.
+    /// going on in it. Removes what a killed launcher left of its start-up; an earlier run stays until
+    /// [`OutputDir::begin`], since this one may still be refused.
     ///
     /// # Errors
     ///
@@ -132,13 +134,31 @@ impl OutputDir {
         test_write(path).map_err(failed("write into it", path))?;
         let output = Self {
             path: path.to_owned(),
+            overwrite: existing == Existing::Overwrite,
         };
-        if existing == Existing::Overwrite {
-            output.remove_run()?;
-        }
         let _ = fs::remove_file(path.join("run.json"));
-        fs::create_dir_all(output.logs()).map_err(failed("make the directory", &output.logs()))?;
+        output.make_logs()?;
         Ok(output)
+    }
+
+    /// The run is to begin: what [`Existing::Overwrite`] allows to remove goes now.
+    ///
+    /// # Errors
+    ///
+    /// [`OutputError::Write`].
+    pub fn begin(&self) -> Result<(), OutputError> {
+        if self.overwrite {
+            self.remove_run()?;
+        }
+        self.make_logs()
+    }
+
+    fn make_logs(&self) -> Result<(), OutputError> {
+        fs::create_dir_all(self.logs()).map_err(|source| OutputError::Write {
+            path: self.logs(),
+            what: "make the directory",
+            source,
+        })
     }
 
     /// The first directory of `runs/NAME`, `runs/NAME-2`, … that does not exist.
@@ -437,11 +457,17 @@ mod tests {
         assert!(refused.contains("already holds a run") && refused.contains("--overwrite"));
         take(folder.path(), Existing::Resume).unwrap();
         assert!(folder.path().join("metrics.jsonl").exists());
-        take(folder.path(), Existing::Overwrite).unwrap();
+        let output = take(folder.path(), Existing::Overwrite).unwrap();
+        assert!(
+            folder.path().join("plan.toml").exists(),
+            "it may be refused"
+        );
+        output.begin().unwrap();
         assert!(
             !folder.path().join("plan.toml").exists()
                 && !folder.path().join("checkpoints").exists()
         );
+        assert!(folder.path().join("logs").is_dir());
         assert!(!folder.path().join("logs/drafter-0.log").exists());
         assert!(
             folder.path().join("notes.txt").exists(),

@@ -15,8 +15,8 @@ use crate::control::Role;
 use crate::data::split::SplitOptions;
 use crate::data::units::{PackLimits, write_units};
 use crate::data::{
-    self, DataReport, MaskTokenRequest, ModelVocabulary, PrepareRequest, Prepared as TokenisedSet,
-    Progress, TextOptions, Workload, WorkloadSpec, demo,
+    self, DataError, DataReport, MaskTokenRequest, ModelVocabulary, PrepareRequest,
+    Prepared as TokenisedSet, Progress, TextOptions, Workload, WorkloadSpec, demo,
 };
 use crate::model::drafter::{DraftOptions, DrafterConfig, ParamLayout};
 use crate::model::{TargetConfig, TargetFiles, end_token_ids};
@@ -59,6 +59,36 @@ pub struct Prepared {
     pub ledger: Option<LedgerImage>,
     /// Steps that are done already.
     pub first_step: u64,
+    /// The last step to train, where the data may go on.
+    pub last_step: Option<u64>,
+}
+
+impl Prepared {
+    /// Puts the output directory into the state from which the run goes on; nothing can refuse it any more.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn begin(&self) -> Result<(), BeginError> {
+        let (output, work) = (&self.output, &self.work);
+        output.begin()?;
+        for name in ["trained.jsonl", "metrics.jsonl"] {
+            cut_after_step(&output.file(name), self.first_step as u32)?;
+        }
+        let units = output.file("units.jsonl");
+        write_units(&units, work.set(), &work.units, &work.order)?;
+        Ok(output.write_whole("plan.toml", &self.plan.to_toml())?)
+    }
+}
+
+/// Why the files of a run cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum BeginError {
+    /// A file of the output directory.
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    /// The list of units.
+    #[error(transparent)]
+    Units(#[from] DataError),
 }
 
 /// Reads, compares and decides everything; starts nothing.
@@ -178,6 +208,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     );
     let (_, default_slots) = places::ring_slots(per_step as usize, drafters, targets);
     let mut slots = options.ring.slots.unwrap_or(default_slots);
+    let mut last_step = options.training.max_steps.map(u64::from);
     if let Some(path) = &options.output.replay {
         let replay = Replay::read(path, u64::from(work.order.len()), drafters as u32)?;
         console.line(&format!(
@@ -187,6 +218,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         ));
         // A unit that the record takes early may be published late: room for all that targets may hold back.
         slots *= 3;
+        last_step = Some(last_step.map_or(replay.last(), |last| last.min(replay.last())));
     }
 
     let target_hash = files.hash();
@@ -260,7 +292,6 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         optimizer: options.optimizer.clone(),
         start,
         replay: options.output.replay.clone(),
-        max_steps: options.training.max_steps.map(u64::from),
         eval_every: options.output.eval_every.map(u64::from),
         saving: Saving {
             folder: output.checkpoints(),
@@ -272,13 +303,6 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
             template_hash,
         },
     };
-    write_units(
-        &output.file("units.jsonl"),
-        work.set(),
-        &work.units,
-        &work.order,
-    )?;
-    output.write_whole("plan.toml", &plan.to_toml())?;
     let report = sets
         .into_iter()
         .next()
@@ -293,6 +317,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         report,
         ledger,
         first_step,
+        last_step,
     })
 }
 
@@ -512,10 +537,6 @@ fn beginning(
             checkpoint.path.display()
         )])
     })?;
-    let cut =
-        |name: &str| -> Result<(), OutputError> { cut_after_step(&output.file(name), step as u32) };
-    cut("trained.jsonl")?;
-    cut("metrics.jsonl")?;
     console.line(&format!(
         "resuming from {}, after step {step}",
         checkpoint.path.display()

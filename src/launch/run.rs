@@ -8,7 +8,7 @@ use super::gpus;
 use super::options::Options;
 use super::output::{JsonLines, OutputDir, OutputError, RunFile};
 use super::places::{Device, Place};
-use super::prepare::{Prepared, Refusal, prepare};
+use super::prepare::{BeginError, Prepared, Refusal, prepare};
 use super::report::{AcceptedLength, Outcome, RootCause, Summary, how_to_resume};
 use super::spawn::{WorkerSpec, program};
 use super::supervise::{
@@ -28,6 +28,9 @@ pub enum RunError {
     /// Shared memory.
     #[error(transparent)]
     Shm(#[from] ShmError),
+    /// The output directory cannot be prepared.
+    #[error(transparent)]
+    Begin(#[from] BeginError),
     /// A file of the run.
     #[error(transparent)]
     Output(#[from] OutputError),
@@ -77,12 +80,18 @@ fn run(
     console: &Console,
     began: Instant,
 ) -> Result<u8, RunError> {
-    logs::start_launcher(&prepared.output.launcher_log(), console).map_err(RunError::Log)?;
     let programs = [program(Role::Target)?, program(Role::Drafter)?];
     let run_id = RunId::fresh();
     let segment = Segment::create(&prepared.geometry, run_id)?;
+    prepared.begin()?;
+    logs::start_launcher(&prepared.output.launcher_log(), console).map_err(RunError::Log)?;
     if let Some(ledger) = &prepared.ledger {
         segment.restore_ledger(ledger)?;
+    }
+    if let Some(last) = prepared.last_step {
+        // Behind it already: at once, without held-out documents.
+        let after = (last > prepared.first_step).then_some(last);
+        segment.request_stop(after, StopReason::MaxSteps);
     }
     introduce(&prepared, console);
 
@@ -200,6 +209,14 @@ impl<'a> Run<'a> {
         console: &Console,
     ) -> Result<Self, RunError> {
         let output = prepared.output.clone();
+        let (mut anchors, mut tokens) = (0, 0);
+        if let Some(ledger) = &prepared.ledger {
+            let work = &prepared.work;
+            for unit in (0..u64::from(work.order.len())).filter(|&unit| ledger.is_done(unit)) {
+                anchors += u64::from(work.anchors(unit));
+                tokens += u64::from(work.tokens(unit));
+            }
+        }
         Ok(Self {
             trained: JsonLines::append_to(&output.file("trained.jsonl"))?,
             metrics: JsonLines::append_to(&output.file("metrics.jsonl"))?,
@@ -230,15 +247,10 @@ impl<'a> Run<'a> {
             evaluations: BTreeMap::new(),
             began_training: None,
             ready: 0,
-            anchors: prepared.ledger.as_ref().map_or(0, |ledger| {
-                let units = 0..u64::from(prepared.work.order.len());
-                let done = units.filter(|&unit| ledger.is_done(unit));
-                done.map(|unit| u64::from(prepared.work.anchors(unit)))
-                    .sum()
-            }),
+            anchors,
             last: None,
             steps: prepared.first_step as u32,
-            tokens: 0,
+            tokens,
             stopping: false,
         })
     }

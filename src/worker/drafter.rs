@@ -301,11 +301,8 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         let every = |count: Option<u64>| count.is_some_and(|count| step.is_multiple_of(count));
         let save = every(self.plan.saving.every);
         let vote = Vote {
-            stop: self.plan.max_steps.is_some_and(|most| step >= most)
-                || self
-                    .replay
-                    .as_ref()
-                    .is_some_and(|replay| step >= replay.last()),
+            // The last step, if there is one, stands in shared memory: targets must know it too.
+            stop: false,
             evaluate: every(self.plan.eval_every),
             hash: if std::mem::take(&mut self.compare) {
                 self.value_hash()?
@@ -366,8 +363,11 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
     /// The step has happened for all drafters: the optimizer's step, c2 and c3.
     fn committed(&mut self, agreed: &Agreed, totals: &[f32; TOTALS]) -> Result<(), WorkerError> {
         let &[loss, weight, accepted, blocks, tokens] = totals;
-        self.progress.step = agreed.step;
-        self.progress.anchors_committed += agreed.anchors();
+        if agreed.items() > 0 {
+            // An empty step, which only a stop brings about, leaves no trace.
+            self.progress.step = agreed.step;
+            self.progress.anchors_committed += agreed.anchors();
+        }
         let lr = learning_rate(&self.plan.optimizer, self.progress.position());
         let mut grad_norm = 0.0;
         if agreed.items() > 0 {
@@ -384,11 +384,6 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
                 StepOutcome::NoWeight => {}
                 StepOutcome::NonFinite { in_a_row } => self.not_finite(agreed, in_a_row)?,
             }
-        }
-        if agreed.stop() {
-            // Votes are known to the drafters alone; targets, which may wait for space, look at the stop word.
-            let segment = self.seat.segment();
-            segment.request_stop(Some(agreed.step), StopReason::MaxSteps);
         }
         self.seat.finish_step()?;
         self.forget_step()?;

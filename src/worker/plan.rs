@@ -41,8 +41,6 @@ pub struct WorkerPlan {
     pub start: Start,
     /// A trained.jsonl whose distribution of units is forced.
     pub replay: Option<PathBuf>,
-    /// Stop after this step of the run.
-    pub max_steps: Option<u64>,
     /// Evaluate every so many steps.
     pub eval_every: Option<u64>,
     /// What checkpoints hold, and where.
