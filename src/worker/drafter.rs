@@ -227,6 +227,8 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         let units = replay.units(self.seat.step(), self.seat.rank());
         Ok(match units.get(self.seat.items().len()) {
             Some(&unit) => self.seat.take_unit(unit)?,
+            // Behind the record: leave, as was agreed in its last step.
+            None if self.seat.step() > replay.last() => self.seat.take()?,
             None => Take::Close,
         })
     }
