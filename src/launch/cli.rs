@@ -463,6 +463,7 @@ mod tests {
         ]);
         let starts = [
             "--gpus: `7-0` runs backwards; write 0-7",
+            "--gpus: and --cpu exclude each other",
             "--data: is missing",
             "--target-layers: must rise",
             "--lr: -1 is out of range (above 0 to 1)",

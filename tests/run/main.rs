@@ -1,0 +1,12 @@
+//! The built launcher and its workers, from the outside: what a run leaves behind, how it ends, what it refuses.
+
+mod complete;
+mod decode;
+mod full_disk;
+mod killed;
+mod records;
+mod refused;
+mod repeat;
+mod resume;
+mod stopped;
+mod support;
