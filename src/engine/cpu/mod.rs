@@ -2,7 +2,7 @@
 //!
 //! One file for each concept. Work is done when a call returns, so queues and events are trivial. Every output
 //! element is computed by one thread in an order that depends on shapes only: results have the same bits for
-//! any number of threads, and a row's result does not depend on the rows beside it (see [`product`]).
+//! any number of threads, and a row's result does not depend on the rows beside it (see `product`).
 
 mod activation;
 mod attention;

@@ -1,11 +1,11 @@
 //! The CUDA engine: bf16 matrices, float32 sums, everything enqueued on three queues of one GPU.
 //!
-//! Products go through cuBLASLt ([`gemm`]), everything else through kernels of our own ([`kernels`] compiles
-//! the sources in `kernels/` at first use). All CUDA libraries are opened at run time ([`libraries`]), so one
+//! Products go through cuBLASLt (`gemm`), everything else through kernels of our own (`kernels` compiles
+//! the sources in `kernels/` at first use). All CUDA libraries are opened at run time (`libraries`), so one
 //! binary serves machines with and without a GPU. Kernels use no float atomics: on one machine the same calls
 //! give the same bits.
 //!
-//! Memory comes from the driver's stream-ordered pool ([`memory`]). A matrix that receives copies
+//! Memory comes from the driver's stream-ordered pool (`memory`). A matrix that receives copies
 //! ([`Engine::copy_in`]) is best allocated once and used again: the first copy into fresh memory waits for
 //! the compute queue, later ones only for what the caller makes them wait for.
 
