@@ -1,40 +1,40 @@
-//! A drafter that has learnt something: it decodes as its run's figures say.
+//! A drafter that has learnt something: it decodes as its run's figures say, and depends on what it is given.
 
-use std::sync::OnceLock;
+use std::ops::ControlFlow;
 
 use serde_json::Value;
+use slipstream::data::{self, PrepareRequest, TextOptions};
+use slipstream::engine::cpu::Cpu;
+use slipstream::engine::{Engine, Half};
+use slipstream::eval::walk::{HeldOutUnit, WalkOptions, walk};
+use slipstream::model::drafter::{BlockPlan, Document, DrafterModel, HostPlan};
+use slipstream::model::{Captured, Target, TargetFiles, TargetHead, TargetNeeds};
+use slipstream::train::anchors::eligible;
+use slipstream::train::export::load_serving;
 
-use crate::records::each_unit_once;
-use crate::support::{Run, Scene, asset};
+use crate::support::{Scene, asset};
 
-/// Rows that it learns from, its own held-out ones included.
+/// Rows of conversations that are learnt, those held out of them included.
 const LEARNT: usize = 400;
+const BLOCK: usize = 8;
 
-/// One run that all tests of this file look at.
-fn learnt() -> (&'static Scene, Run) {
-    static SCENE: OnceLock<Scene> = OnceLock::new();
-    let scene = SCENE.get_or_init(|| {
-        let scene = Scene::with_rows(LEARNT);
-        let run = scene.run("run");
-        let more = [
-            ("--epochs", "3"),
-            ("--block-size", "8"),
-            ("--slot-tokens", "512"),
-            ("--unit-anchors", "48"),
-            ("--batch-anchors", "48"),
-            ("--anchors", "16"),
-            ("--lr", "5e-3"),
-        ];
-        let more: Vec<&str> = more
-            .iter()
-            .flat_map(|&(name, value)| [name, value])
-            .collect();
-        scene.succeeds(scene.train(&run, "1:1", &more));
-        each_unit_once(&run);
-        scene
-    });
-    (scene, scene.run("run"))
-}
+/// What a drafter learns quickly with.
+const QUICK: [&str; 14] = [
+    "--epochs",
+    "3",
+    "--block-size",
+    "8",
+    "--slot-tokens",
+    "512",
+    "--unit-anchors",
+    "48",
+    "--batch-anchors",
+    "48",
+    "--anchors",
+    "24",
+    "--lr",
+    "5e-3",
+];
 
 fn accepted(value: &Value) -> f64 {
     value.as_f64().expect("an accepted length")
@@ -42,7 +42,9 @@ fn accepted(value: &Value) -> f64 {
 
 #[test]
 fn decoding_accepts_what_the_run_said_and_changes_no_token() {
-    let (scene, run) = learnt();
+    let scene = Scene::with_rows(LEARNT);
+    let run = scene.run("run");
+    scene.succeeds(scene.train(&run, "1:1", &QUICK));
     let summary = run.summary();
     let length = &summary["accepted_length"];
     let (before, after) = (accepted(&length["before"]), accepted(&length["after"]));
@@ -93,7 +95,9 @@ fn decoding_accepts_what_the_run_said_and_changes_no_token() {
 
 #[test]
 fn the_export_is_what_serves() {
-    let (scene, run) = learnt();
+    let scene = Scene::new();
+    let run = scene.run("run");
+    scene.succeeds(scene.train(&run, "1:1", &["--max-steps", "2"]));
     let ended = scene.succeeds(scene.launcher(&["export", "run", "served"]));
     assert!(ended.stdout.contains("served"), "{ended}");
     for name in ["model.safetensors", "config.json", "provenance.json"] {
@@ -135,4 +139,261 @@ fn the_export_is_what_serves() {
         ended.stdout.contains("chain: 3 of 3 answers equal"),
         "{ended}"
     );
+}
+
+/// Sentences of which only the first word tells how they go on and end, so that a draft needs its anchor at
+/// their beginnings and its context behind.
+fn sentences(rows: u64, seed: u64) -> String {
+    let begin = "Ben,Ada,It,One,The,Make,Then,First".split(',');
+    let next = "has,found,lives,word,add,slice,salad,spoons".split(',');
+    let end = "garden,river,basket,blanket,forest,thunder,cucumber,path".split(',');
+    let all: Vec<String> = begin
+        .zip(next)
+        .zip(end)
+        .map(|((begin, next), end)| format!("{begin} {next} the old {end}."))
+        .collect();
+    let mut state = seed;
+    let mut draw = || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        all[(state >> 33) as usize % all.len()].as_str()
+    };
+    let row = |_| {
+        let text: Vec<&str> = (0..14).map(|_| draw()).collect();
+        serde_json::json!({ "text": text.join(" ") }).to_string() + "\n"
+    };
+    (0..rows).map(row).collect()
+}
+
+/// A drafter that knows the sentences, its target, and rows that it has not seen.
+struct Bench {
+    engine: Cpu,
+    files: TargetFiles,
+    model: DrafterModel<Cpu>,
+    prepared: data::Prepared,
+}
+
+/// Which blocks are looked at.
+#[derive(Clone, Copy)]
+enum Blocks {
+    All,
+    /// Those whose anchor is the first word of a sentence.
+    Beginnings,
+}
+
+impl Bench {
+    /// Trains it, on states of one layer of the target.
+    fn new(layer: &str) -> Self {
+        let scene = Scene::new();
+        let run = scene.run("run");
+        scene.write("data.jsonl", sentences(160, 1));
+        let more = [&QUICK[..], &["--raw-text", "--target-layers", layer]].concat();
+        scene.succeeds(scene.train(&run, "1:1", &more));
+        let engine = Cpu::new(1).expect("an engine");
+        let (config, params) =
+            load_serving(&engine, &run.file("checkpoints/latest")).expect("the drafter");
+        let request = PrepareRequest {
+            data: vec![scene.write("unseen.jsonl", sentences(24, 2))],
+            flag: "--data",
+            model_dir: asset("tiny-target"),
+            chat_template: None,
+            options: TextOptions {
+                raw_text: true,
+                ..TextOptions::default()
+            },
+            cache_dir: scene.path("cache"),
+        };
+        let prepared = data::prepare(&request, &mut |_| ControlFlow::Continue(()));
+        Self {
+            model: DrafterModel::new(&engine, config, params).expect("the drafter"),
+            files: TargetFiles::open(&asset("tiny-target"), false).expect("the target"),
+            prepared: prepared.expect("a tokenised set"),
+            engine,
+        }
+    }
+
+    /// `[tokens, H]` the output of a layer of the target, over all documents.
+    fn states(&self, layer: usize) -> Half<Cpu> {
+        let needs = TargetNeeds {
+            capture: vec![layer],
+            ..TargetNeeds::default()
+        };
+        let engine = &self.engine;
+        let mut target = Target::load(engine, &self.files, needs).expect("the target");
+        let mut ids = Vec::new();
+        let mut offsets = vec![0];
+        for document in self.prepared.set.documents() {
+            ids.extend_from_slice(document.ids);
+            offsets.push(ids.len() as u32);
+        }
+        let hidden = self.files.config().hidden_size;
+        let mut states = engine.half(ids.len(), hidden).expect("memory");
+        let out = Captured {
+            states: states.view_mut(),
+            final_hidden: None,
+        };
+        target
+            .prefill(engine, &ids, &offsets, out)
+            .expect("a prefill");
+        states
+    }
+
+    /// Anchors of each document.
+    fn anchors(&self, blocks: Blocks) -> Vec<Vec<u32>> {
+        let tokenizer = &self.prepared.tokenizer;
+        let begins = |ids: &[u32], anchor: u32| {
+            let before = anchor.checked_sub(1).map(|before| ids[before as usize]);
+            before.is_some_and(|id| {
+                tokenizer
+                    .decode(&[id])
+                    .is_ok_and(|text| text.ends_with('.'))
+            })
+        };
+        let of_document = |document: data::Document<'_>| {
+            let all = eligible(document.mask);
+            all.filter(|&anchor| match blocks {
+                Blocks::All => true,
+                Blocks::Beginnings => begins(document.ids, anchor),
+            })
+            .collect()
+        };
+        self.prepared.set.documents().map(of_document).collect()
+    }
+
+    /// Mean over the blocks of 1 + the length of the correct prefix, by a plan that was tampered with.
+    fn accepted(
+        &mut self,
+        blocks: Blocks,
+        states: &Half<Cpu>,
+        tamper: impl Fn(&mut HostPlan),
+    ) -> f64 {
+        let anchors = self.anchors(blocks);
+        let documents = self.prepared.set.documents().zip(&anchors);
+        let documents: Vec<Document<'_>> = documents
+            .map(|(document, anchors)| Document {
+                ids: document.ids,
+                mask: document.mask,
+                anchors,
+            })
+            .collect();
+        let (engine, config) = (&self.engine, self.model.config().clone());
+        let mut host = HostPlan::new(&config, &documents).expect("a plan");
+        tamper(&mut host);
+        let head = TargetHead::load(engine, &self.files).expect("the head");
+        let plan = BlockPlan::upload(engine, &config, host).expect("memory");
+        let model = &mut self.model;
+        model
+            .encode_context(engine, &plan, states.view())
+            .and_then(|()| model.forward_blocks(engine, head.tables(), &plan, false))
+            .expect("a forward");
+        let rows = plan.rows();
+        let mut ids = engine.upload_index(&vec![0; rows]).expect("memory");
+        let mut scores = engine.float(rows, 1).expect("memory");
+        let best = ids.window_mut(0, rows, 1);
+        engine
+            .top_k(
+                model.hidden(),
+                head.tables().lm_head,
+                1,
+                best,
+                scores.view_mut(),
+            )
+            .expect("the best tokens");
+        let best = engine.download_index(ids.view()).expect("the best tokens");
+        let host = &plan.host;
+        let right = |slot: usize, depth: usize| {
+            let found = best[host.slot_row[slot] as usize];
+            host.slot_number[slot] as usize == depth && found == host.slot_label[slot]
+        };
+        let prefix = |range: &[u32]| {
+            let slots = range[0] as usize..range[1] as usize;
+            let depths = slots.zip(1..);
+            depths
+                .take_while(|&(slot, depth)| right(slot, depth))
+                .count()
+        };
+        let total: usize = host.block_begin.windows(2).map(prefix).sum();
+        1.0 + total as f64 / host.blocks() as f64
+    }
+}
+
+/// Each of these mistakes crashes nothing; only acceptance shows it.
+#[test]
+fn off_by_one_mistakes_ruin_acceptance() {
+    let layer = 6;
+    let mut bench = Bench::new("6");
+    let states = bench.states(layer);
+    let another_layer = bench.states(layer + 1);
+    let untouched = |_: &mut HostPlan| {};
+    let no_anchor = |plan: &mut HostPlan| {
+        let mask = plan.block_ids[1];
+        plan.block_ids
+            .iter_mut()
+            .step_by(BLOCK)
+            .for_each(|id| *id = mask);
+    };
+    // As when a cache is extended by the anchor's own state before it drafts: the block then begins behind it.
+    let anchor_in_context = |plan: &mut HostPlan| {
+        plan.anchor.iter_mut().for_each(|anchor| *anchor += 1);
+        plan.block_positions
+            .iter_mut()
+            .for_each(|position| *position += 1);
+        plan.positions += 1;
+    };
+    let sound = bench.accepted(Blocks::All, &states, untouched);
+    let sound_beginnings = bench.accepted(Blocks::Beginnings, &states, untouched);
+    let figures = [
+        (
+            "the layer above",
+            sound,
+            bench.accepted(Blocks::All, &another_layer, untouched),
+        ),
+        (
+            "the anchor in its own context",
+            sound,
+            bench.accepted(Blocks::All, &states, anchor_in_context),
+        ),
+        (
+            "slot 0 without the anchor",
+            sound_beginnings,
+            bench.accepted(Blocks::Beginnings, &states, no_anchor),
+        ),
+    ];
+    println!("{figures:.3?}");
+    assert!(sound > 2.5 && sound_beginnings > 1.6, "{figures:?}");
+    for (what, sound, figure) in figures {
+        assert!(
+            figure - 1.0 < 0.7 * (sound - 1.0),
+            "{what}: {figure} of {sound}"
+        );
+    }
+
+    // The walk of a run goes over the same blocks.
+    let documents = bench.prepared.set.documents();
+    let documents: Vec<_> = documents
+        .map(|document| (document.ids, document.mask))
+        .collect();
+    let unit = HeldOutUnit {
+        documents: &documents,
+        states: states.view(),
+    };
+    let options = WalkOptions {
+        budgets: &[],
+        blocks: 64,
+    };
+    let head = TargetHead::load(&bench.engine, &bench.files).expect("the head");
+    let walked = walk(
+        &bench.engine,
+        &mut bench.model,
+        head.tables(),
+        &unit,
+        options,
+    );
+    let walked = walked
+        .expect("a walk")
+        .chain
+        .accepted_length()
+        .expect("rounds");
+    assert!(walked > 2.0, "{walked} walked, {sound} over all blocks");
 }
