@@ -162,6 +162,27 @@ impl Segment {
     }
 }
 
+/// Loom's segments lie on the heap of one process: there is no file to pass on.
+#[cfg(feature = "loom")]
+impl Segment {
+    /// Always refused.
+    ///
+    /// # Errors
+    /// [`ShmError::Foreign`].
+    pub fn attach(_: std::os::fd::OwnedFd, _: Option<RunId>) -> Result<Self> {
+        Err(ShmError::Foreign {
+            what: "a segment built for loom".to_owned(),
+            why: "it has no file".to_owned(),
+        })
+    }
+
+    /// # Panics
+    /// Always.
+    pub fn fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        panic!("a segment built for loom has no file")
+    }
+}
+
 #[cfg(not(feature = "loom"))]
 mod files {
     use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
