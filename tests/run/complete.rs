@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::records::{Packed, each_unit_once, trained};
-use crate::support::{ROWS, Run, Scene, rows};
+use crate::support::{ENDLESS, ROWS, Run, Scene, rows};
 
 /// Held out of a small set.
 const HELD_OUT: usize = 16;
@@ -139,7 +140,7 @@ fn check_summary(run: &Run, workers: &BTreeSet<String>, epochs: u64) {
     assert_eq!(run.latest(), Some(steps as u64));
 }
 
-/// One run of `cpu` places, looked at while it goes on and after its end.
+/// One run of `cpu` places.
 fn trains_each_unit_once(targets: usize, drafters: usize) {
     let scene = Scene::new();
     scene.write("data.jsonl", rows(0, ROWS) + "{\"messages\":[]}\n");
@@ -150,22 +151,7 @@ fn trains_each_unit_once(targets: usize, drafters: usize) {
         &format!("{targets}:{drafters}"),
         &["--epochs", "2", "--lr", "3e-3"],
     );
-    let mut running = scene.start(command);
-    running.wait_for("all workers", |_| {
-        let found: BTreeSet<String> = scene.workers().into_keys().collect();
-        (found == workers).then_some(())
-    });
-    let started = std::fs::read_to_string(run.file("run.json")).expect("run.json");
-    let started: Value = serde_json::from_str(&started).expect("JSON");
-    assert_eq!(started["pid"], running.pid());
-    assert!(started["start_time"].as_u64().is_some_and(|at| at > 0));
-    for process in scene.processes() {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", process.pid));
-        let named = maps.unwrap_or_default();
-        assert!(!named.contains("/dev/shm"), "shared memory has no name");
-    }
-    let ended = running.end();
-    assert_eq!(ended.code(), Some(0), "{ended}");
+    let ended = scene.succeeds(command);
     scene.is_clean();
     assert!(!run.file("run.json").exists());
 
@@ -220,6 +206,38 @@ fn one_target_and_three_drafters_train_each_unit_once() {
 #[test]
 fn three_targets_and_one_drafter_train_each_unit_once() {
     trains_each_unit_once(3, 1);
+}
+
+#[test]
+fn a_run_that_goes_on_can_be_found_and_shares_memory_without_a_name() {
+    let scene = Scene::new();
+    let run = scene.run("run");
+    let mut running = scene.start(scene.train(&run, "2:1", &ENDLESS));
+    running.wait_for_steps(&run, 2);
+    let workers: BTreeSet<String> = scene.workers().into_keys().collect();
+    assert_eq!(workers, names(2, 1));
+    let text = std::fs::read_to_string(run.file("run.json")).expect("run.json");
+    let found: Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(found["pid"], running.pid());
+    assert!(found["start_time"].as_u64().is_some_and(|at| at > 0));
+    let number = &found["fd"];
+    let memory = std::fs::read_link(format!("/proc/{}/fd/{number}", running.pid()));
+    let memory = memory.expect("the descriptor").display().to_string();
+    assert!(memory.starts_with("/memfd:"), "{memory}");
+    for process in scene.processes() {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", process.pid));
+        let maps = maps.expect("it runs");
+        assert!(
+            maps.contains("/memfd:") && !maps.contains("/dev/shm"),
+            "{process:?}"
+        );
+    }
+    let second = scene.play(scene.train(&run, "1:1", &["--overwrite"]));
+    assert_eq!(second.code(), Some(2), "{second}");
+    assert!(second.stderr.contains("a run is going on"), "{second}");
+    running.signal(Signal::SIGINT);
+    assert_eq!(running.end().code(), Some(0));
+    scene.is_clean();
 }
 
 #[test]

@@ -65,7 +65,7 @@ fn a_run_that_is_killed_again_and_again_comes_to_its_end() {
     let run = scene.run("run");
     let more = [
         "--epochs",
-        "3",
+        "6",
         "--save-every",
         "1",
         "--keep",
