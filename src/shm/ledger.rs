@@ -105,8 +105,8 @@ impl Segment {
         LedgerCounts::of(self.ledger())
     }
 
-    /// p0: leases the lowest pending training unit.
-    pub(crate) fn try_lease(&self, seat: u32) -> Option<u64> {
+    /// p0: leases the lowest pending training unit; everything before `floor` is known to be settled.
+    pub(crate) fn try_lease(&self, seat: u32, floor: u64) -> Option<u64> {
         let words = self.ledger();
         let cursor = &self.control().cursor.training;
         // Acquire, and AcqRel below: a raised cursor comes after the leases that raised it. It is advisory:
@@ -117,7 +117,7 @@ impl Segment {
             let _ = cursor.compare_exchange(from, unit + 1, AcqRel, Relaxed);
             return Some(unit);
         }
-        lease_first(&words[..from as usize], 0, seat)
+        lease_first(&words[..from as usize], floor, seat)
     }
 
     /// p0 for the held-out units.
@@ -167,11 +167,13 @@ impl Segment {
         *floor == words.len() as u64
     }
 
-    /// Whether every unit, held-out ones too, is DONE, QUARANTINED, or sits in a published or held slot.
-    pub(crate) fn all_published(&self) -> bool {
+    /// Whether every unit, held-out ones too, is DONE, QUARANTINED, or sits in a published or held slot;
+    /// every training unit before `floor` is known to be settled.
+    pub(crate) fn all_published(&self, floor: u64) -> bool {
         let mut leased = Vec::new();
-        for (eval, words) in [(true, self.eval_ledger()), (false, self.ledger())] {
-            for (word, unit) in words.iter().zip(0..) {
+        let training = &self.ledger()[floor as usize..];
+        for (eval, first, words) in [(true, 0, self.eval_ledger()), (false, floor, training)] {
+            for (word, unit) in words.iter().zip(first..) {
                 match LedgerWord::unpack(word.load(Acquire)).state {
                     UnitState::Pending => return false,
                     UnitState::Leased => leased.push((unit, eval)),

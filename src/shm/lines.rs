@@ -24,7 +24,7 @@ impl Segment {
 
     /// p0.
     pub fn line_p0(&self, seat: u32) -> Option<u64> {
-        self.try_lease(seat)
+        self.try_lease(seat, 0)
     }
 
     /// p1.
@@ -137,7 +137,7 @@ impl Segment {
 
     /// Whether every unit sits in a slot or is settled.
     pub fn line_all_published(&self) -> bool {
-        self.all_published()
+        self.all_published(0)
     }
 
     /// Takes a sentinel.

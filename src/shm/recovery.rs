@@ -458,7 +458,7 @@ impl Recovery {
         let segment = &self.segment;
         let given_up = segment.give_up_target(target);
         let none_left = given_up.count_ones() == segment.geometry().targets;
-        if none_left && !segment.all_published() {
+        if none_left && !segment.all_published(0) {
             report.stranded = self.unpublished();
             return;
         }

@@ -66,6 +66,10 @@ pub struct Target {
     seat: u32,
     incarnation: u32,
     filling: u32,
+    /// Every training unit before this one is settled, unless the run has been rolled back more than
+    /// `epoch` times.
+    floor: u64,
+    epoch: u64,
 }
 
 impl Segment {
@@ -93,6 +97,8 @@ impl Segment {
             seat: index,
             incarnation,
             filling: 0,
+            floor: 0,
+            epoch: 0,
         })
     }
 }
@@ -116,12 +122,16 @@ impl Target {
     /// p0 without waiting: the next unit, held-out ones first; `None` when nothing is pending. For a
     /// forward pass over several units.
     pub fn try_lease(&mut self) -> Option<Lease> {
-        let segment = &self.waiter.segment;
+        let segment = self.segment().clone();
+        let epoch = segment.epoch();
+        if self.epoch != epoch {
+            (self.epoch, self.floor) = (epoch, 0);
+        }
         let eval = segment
             .try_lease_eval(self.seat)
             .map(|unit| Lease { unit, eval: true });
         let lease = eval.or_else(|| {
-            let unit = segment.try_lease(self.seat)?;
+            let unit = segment.try_lease(self.seat, self.floor)?;
             Some(Lease { unit, eval: false })
         })?;
         self.working_on(&lease);
@@ -152,19 +162,20 @@ impl Target {
         if segment.stop_reached() {
             return self.is_stopped().then_some(Next::Stopped);
         }
-        // Read before anything is looked at: a roll-back in between voids what was seen.
-        let epoch = segment.epoch();
+        if segment.finish_bit(self.seat) {
+            // Only a roll-back makes units pending again, and it clears the bit.
+            segment.help_publish();
+            return segment.drafters_left().then_some(Next::Finished);
+        }
         if let Some(lease) = self.try_lease() {
             return Some(Next::Unit(lease));
         }
-        if !segment.finish_bit(self.seat) {
-            if segment.all_published() {
-                segment.set_finish_bit(self.seat, epoch);
-            }
-            return None;
+        // What follows is void if the run is rolled back meanwhile.
+        segment.all_settled(&mut self.floor);
+        if segment.all_published(self.floor) {
+            segment.set_finish_bit(self.seat, self.epoch);
         }
-        segment.help_publish();
-        segment.drafters_left().then_some(Next::Finished)
+        None
     }
 
     /// Waits for what to do next.
