@@ -230,7 +230,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         });
     let config = drafter.to_json("bfloat16").to_string();
     let plan = Plan::new(
-        options,
+        &with_absolute_paths(options),
         Facts {
             data: fingerprint(&all),
             template: template_hash.clone(),
@@ -387,6 +387,30 @@ fn sources(options: &Options) -> Result<Sources, Refusal> {
         }
     };
     Ok(Sources { model, data })
+}
+
+/// The plan is also read from elsewhere, by `launcher eval` for one.
+fn with_absolute_paths(options: &Options) -> Options {
+    let mut options = options.clone();
+    let lists = [&mut options.data.files, &mut options.data.eval_files];
+    let single = [
+        &mut options.target.model,
+        &mut options.target.chat_template,
+        &mut options.drafter.config,
+        &mut options.drafter.init_from,
+        &mut options.output.replay,
+    ];
+    let paths = lists
+        .into_iter()
+        .flatten()
+        .chain(single.into_iter().flatten());
+    for path in paths {
+        // It fails for an empty path only, which no option may be.
+        if let Ok(absolute) = std::path::absolute(&*path) {
+            *path = absolute;
+        }
+    }
+    options
 }
 
 fn requests(options: &Options, source: &Sources) -> Vec<PrepareRequest> {

@@ -97,7 +97,12 @@ fn decoding_accepts_what_the_run_said_and_changes_no_token() {
 fn the_export_is_what_serves() {
     let scene = Scene::new();
     let run = scene.run("run");
-    scene.succeeds(scene.train(&run, "1:1", &["--max-steps", "2"]));
+    // By a path that holds only where the run was started.
+    let more = ["--max-steps", "2", "--data", "data.jsonl"];
+    scene.succeeds(scene.train(&run, "1:1", &more));
+    let mut elsewhere = scene.launcher(&["eval", "../run", "--documents", "1"]);
+    elsewhere.current_dir(scene.path("tmp"));
+    scene.succeeds(elsewhere);
     let ended = scene.succeeds(scene.launcher(&["export", "run", "served"]));
     assert!(ended.stdout.contains("served"), "{ended}");
     for name in ["model.safetensors", "config.json", "provenance.json"] {
