@@ -443,7 +443,7 @@ fn members_learn_each_others_units_votes_and_hashes() {
 }
 
 #[test]
-fn a_drafter_without_items_waits_for_anothers() {
+fn a_drafter_without_items_waits_for_those_of_another() {
     let segment = segment(&geometry(1, 2, 7));
     let mut target = segment.target(0, 1).unwrap();
     make_many(&mut target, 4);
