@@ -1,14 +1,14 @@
 //! Attention: tensor-core kernels for the usual head sizes, a plain kernel for every other up to 256.
 
 use super::super::{BlockKeys, BlockMask, CacheMask, CausalMask, EngineError, Heads};
-use super::kernels::{Arg, Launch, Program, args};
+use super::kernels::{Arg, Launch, Program, args, defines};
 use super::memory::{Buffer, Raw, raw};
 use super::{Cuda, index};
 
 const PLAIN: Program = Program {
     file: "attention_plain.cu",
     text: include_str!("kernels/attention_plain.cu"),
-    defines: &[],
+    defines: defines([]),
 };
 /// Warps of a plain kernel's thread block, as the source says.
 const PLAIN_WARPS: usize = 4;
@@ -22,89 +22,114 @@ const FLASH_BACKWARD: &str = concat!(
     include_str!("kernels/flash_backward.cu")
 );
 
-/// A tensor-core forward kernel and its tile sizes.
+/// Room to begin the tiles at a multiple of 1024 bytes.
+const ALIGNMENT: usize = 1024;
+
+/// Tile sizes of a tensor-core forward kernel.
 #[derive(Clone, Copy)]
 struct Forward {
-    program: Program,
+    dim: usize,
     warps: usize,
-    /// Tile rows of queries.
-    queries: usize,
+    /// 16-row tiles of queries of a warp.
+    tiles: usize,
     /// Keys of a step.
     keys: usize,
+    /// Whether products go through warpgroups.
+    warpgroup: bool,
+    /// Thread blocks of a multiprocessor.
+    resident: usize,
 }
 
-/// The tensor-core backward kernels and their tile sizes.
+impl Forward {
+    /// For a head size.
+    fn new(dim: usize, has_warpgroups: bool) -> Option<Self> {
+        let warpgroup = has_warpgroups && dim <= 128;
+        let (warps, tiles, keys, resident) = match dim {
+            64 | 128 if warpgroup => (12, 1, 64, 1),
+            64 | 128 => (4, 2, 64, 1),
+            256 => (8, 1, 32, 1),
+            _ => return None,
+        };
+        Some(Self {
+            dim,
+            warps,
+            tiles,
+            keys,
+            warpgroup,
+            resident,
+        })
+    }
+
+    /// Tile rows of queries of a thread block.
+    fn queries(&self) -> usize {
+        self.warps * 16 * self.tiles
+    }
+
+    /// The kernel for packed causal or DFlash attention with `group` query heads a key head.
+    fn program(&self, group: usize, blocks: bool) -> Program {
+        Program {
+            file: "flash_forward.cu",
+            text: FLASH_FORWARD,
+            defines: defines([
+                ("DIM", self.dim as u32),
+                ("GROUP", group as u32),
+                ("WARPS", self.warps as u32),
+                ("TILES", self.tiles as u32),
+                ("KEYS", self.keys as u32),
+                ("BLOCKS", u32::from(blocks)),
+                ("WARPGROUP", u32::from(self.warpgroup)),
+                ("RESIDENT", self.resident as u32),
+            ]),
+        }
+    }
+}
+
+/// Tile sizes of the tensor-core backward kernels.
 #[derive(Clone, Copy)]
 struct Backward {
-    program: Program,
+    dim: usize,
     warps: usize,
     /// Keys of a step of the queries' gradient.
     keys: usize,
     /// Tile rows of queries of a step of the keys' gradients.
     batch: usize,
+    /// Whether products go through warpgroups.
+    warpgroup: bool,
 }
 
-macro_rules! forward {
-    ($dim:literal, $warps:literal, $tiles:literal, $keys:literal, $blocks:literal) => {
-        Forward {
-            program: Program {
-                file: "flash_forward.cu",
-                text: FLASH_FORWARD,
-                defines: &[
-                    ("DIM", $dim),
-                    ("WARPS", $warps),
-                    ("TILES", $tiles),
-                    ("KEYS", $keys),
-                    ("BLOCKS", $blocks),
-                ],
-            },
-            warps: $warps,
-            queries: $warps * 16 * $tiles,
-            keys: $keys,
+impl Backward {
+    /// For a head size.
+    fn new(dim: usize, warpgroup: bool) -> Option<Self> {
+        let (warps, keys, batch) = match dim {
+            64 | 128 if warpgroup => (8, 64, 64),
+            64 => (4, 64, 64),
+            128 => (4, 32, 32),
+            _ => return None,
+        };
+        Some(Self {
+            dim,
+            warps,
+            keys,
+            batch,
+            warpgroup,
+        })
+    }
+
+    /// Both kernels, with `group` query heads a key head.
+    fn program(&self, group: usize) -> Program {
+        Program {
+            file: "flash_backward.cu",
+            text: FLASH_BACKWARD,
+            defines: defines([
+                ("DIM", self.dim as u32),
+                ("GROUP", group as u32),
+                ("WARPS", self.warps as u32),
+                ("KEYS", self.keys as u32),
+                ("BATCH", self.batch as u32),
+                ("WARPGROUP", u32::from(self.warpgroup)),
+            ]),
         }
-    };
-}
-
-macro_rules! backward {
-    ($dim:literal, $warps:literal, $keys:literal, $batch:literal) => {
-        Backward {
-            program: Program {
-                file: "flash_backward.cu",
-                text: FLASH_BACKWARD,
-                defines: &[
-                    ("DIM", $dim),
-                    ("WARPS", $warps),
-                    ("KEYS", $keys),
-                    ("BATCH", $batch),
-                ],
-            },
-            warps: $warps,
-            keys: $keys,
-            batch: $batch,
-        }
-    };
-}
-
-/// The forward kernel for a head size.
-fn forward(dim: usize, blocks: bool) -> Option<Forward> {
-    Some(match (dim, blocks) {
-        (64, false) => forward!(64, 4, 2, 64, 0),
-        (64, true) => forward!(64, 4, 2, 64, 1),
-        (128, false) => forward!(128, 4, 2, 64, 0),
-        (128, true) => forward!(128, 4, 2, 64, 1),
-        (256, false) => forward!(256, 8, 1, 32, 0),
-        (256, true) => forward!(256, 8, 1, 32, 1),
-        _ => return None,
-    })
-}
-
-/// The backward kernels for a head size.
-fn backward(dim: usize) -> Option<Backward> {
-    Some(match dim {
-        64 => backward!(64, 4, 64, 64),
-        128 => backward!(128, 4, 32, 32),
-        _ => return None,
-    })
+    }
 }
 
 /// Whether the rows of all matrices can be copied 16 bytes at a time.
@@ -209,13 +234,12 @@ impl Blocks {
     }
 
     /// The mask's arguments, as all kernels end.
-    fn mask_args(&self) -> [Arg; 5] {
-        [
-            self.context_start.into(),
-            self.anchor.into(),
-            (self.block as u32).into(),
+    fn mask_args(&self) -> [Arg; 4] {
+        args![
+            self.context_start,
+            self.anchor,
+            self.block as u32,
             window(self.window),
-            (self.group() as u32).into(),
         ]
     }
 }
@@ -237,8 +261,8 @@ impl Cuda {
         }
         assert_eq!(k.rows, q.rows, "keys of the rows");
         let group = heads.q / heads.kv;
-        if let Some(kernel) = forward(heads.dim, false)
-            && group <= kernel.queries
+        if let Some(kernel) = Forward::new(heads.dim, self.device.has_warpgroups)
+            && group <= kernel.queries()
             && is_aligned(&[q, k, v, out])
         {
             let none = Raw {
@@ -253,11 +277,11 @@ impl Cuda {
                 0u64,
                 0u32,
                 window(mask.window),
-                group as u32,
                 scale,
             ]);
-            let tiles = mask.longest.div_ceil(kernel.queries / group);
-            return self.flash_forward(&kernel, [tiles, heads.kv, documents], &args);
+            let tiles = mask.longest.div_ceil(kernel.queries() / group);
+            let program = kernel.program(group, false);
+            return self.flash_forward(&kernel, &program, [tiles, heads.kv, documents], &args);
         }
         let mut args: Vec<Arg> = strided(&[q, k, v, out]).collect();
         args.extend(args![
@@ -276,17 +300,17 @@ impl Cuda {
     fn flash_forward(
         &self,
         kernel: &Forward,
+        program: &Program,
         grid: [usize; 3],
         args: &[Arg],
     ) -> Result<(), EngineError> {
-        let dim = kernel.program.defines[0].1 as usize;
         let launch = Launch {
             grid,
             threads: 32 * kernel.warps,
-            shared: (kernel.queries + 2 * kernel.keys) * dim * 2,
+            shared: (kernel.queries() + 4 * kernel.keys) * kernel.dim * 2 + ALIGNMENT,
         };
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
-        unsafe { self.launch(&kernel.program, "flash_forward", launch, args) }
+        unsafe { self.launch(program, "flash_forward", launch, args) }
     }
 
     /// Starts a plain kernel, one thread block for each of `rows` and `heads`.
@@ -313,20 +337,21 @@ impl Cuda {
         check_heads(p.heads, &[p.q, out], &p.context);
         assert_eq!((lse.rows, lse.cols), (p.q.rows, p.heads.q), "log-sum-exp");
         let matrices = [p.q, p.context[0], p.context[1], p.own[0], p.own[1], out];
-        if let Some(kernel) = forward(p.heads.dim, true)
-            && p.group() <= kernel.queries
+        if let Some(kernel) = Forward::new(p.heads.dim, self.device.has_warpgroups)
+            && p.group() <= kernel.queries()
             && is_aligned(&matrices)
         {
             let mut args: Vec<Arg> = strided(&matrices).chain(strided(&[lse])).collect();
             args.push((p.q.rows as u32).into());
             args.extend(p.mask_args());
             args.push(p.scale.into());
-            let tiles = p.q.rows.div_ceil(kernel.queries / p.group());
-            return self.flash_forward(&kernel, [tiles, p.heads.kv, 1], &args);
+            let tiles = p.q.rows.div_ceil(kernel.queries() / p.group());
+            let program = kernel.program(p.group(), true);
+            return self.flash_forward(&kernel, &program, [tiles, p.heads.kv, 1], &args);
         }
         let mut args: Vec<Arg> = strided(&matrices).chain(strided(&[lse])).collect();
         args.extend(p.mask_args());
-        args.extend(args![p.heads.dim as u32, p.scale]);
+        args.extend(args![p.group() as u32, p.heads.dim as u32, p.scale]);
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
         unsafe { self.plain("block_plain", [p.q.rows, p.heads.q], &args) }
     }
@@ -353,7 +378,7 @@ impl Cuda {
         let blocks = (p.q.rows * heads.q).div_ceil(PLAIN_WARPS);
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
         unsafe { self.plain("attention_deltas", [blocks, 1], &args)? };
-        match backward(heads.dim) {
+        match Backward::new(heads.dim, self.device.has_warpgroups) {
             Some(kernel)
                 if p.group() <= kernel.batch
                     && is_aligned(&[
@@ -381,7 +406,8 @@ impl Cuda {
         g: &Gradients,
         delta: &Buffer<f32>,
     ) -> Result<(), EngineError> {
-        let (dim, threads) = (p.heads.dim, 32 * kernel.warps);
+        let (dim, threads) = (kernel.dim, 32 * kernel.warps);
+        let program = kernel.program(p.group());
         let tile_rows = kernel.warps * 16;
         let inputs: Vec<Arg> = strided(&[
             g.d_out,
@@ -403,10 +429,10 @@ impl Cuda {
         let launch = Launch {
             grid: [p.q.rows.div_ceil(tile_rows / p.group()), p.heads.kv, 1],
             threads,
-            shared: (2 * tile_rows + 4 * kernel.keys) * dim * 2,
+            shared: (2 * tile_rows + 6 * kernel.keys) * dim * 2 + ALIGNMENT,
         };
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
-        unsafe { self.launch(&kernel.program, "flash_dq", launch, &args)? };
+        unsafe { self.launch(&program, "flash_dq", launch, &args)? };
 
         let context_rows = p.context[0].rows;
         let context_tiles = context_rows.div_ceil(tile_rows);
@@ -423,10 +449,10 @@ impl Cuda {
         let launch = Launch {
             grid: [tiles, p.heads.kv, 1],
             threads,
-            shared: (2 * tile_rows + 4 * kernel.batch) * dim * 2,
+            shared: (2 * tile_rows + 4 * kernel.batch) * dim * 2 + ALIGNMENT,
         };
         // SAFETY: as above.
-        unsafe { self.launch(&kernel.program, "flash_dkv", launch, &args) }
+        unsafe { self.launch(&program, "flash_dkv", launch, &args) }
     }
 
     fn plain_backward(
@@ -437,7 +463,7 @@ impl Cuda {
     ) -> Result<(), EngineError> {
         let end = [
             p.mask_args().to_vec(),
-            vec![(p.heads.dim as u32).into(), p.scale.into()],
+            args![p.group() as u32, p.heads.dim as u32, p.scale].to_vec(),
         ]
         .concat();
         let delta: Arg = delta.address().into();

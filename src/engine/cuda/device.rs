@@ -169,6 +169,8 @@ pub(super) struct Device {
     pub(super) name: String,
     /// NVRTC's name of the architecture, `sm_90a`.
     pub(super) arch: String,
+    /// Whether its tensor cores take products of whole warpgroups (Hopper).
+    pub(super) has_warpgroups: bool,
     /// Number of multiprocessors.
     pub(super) multiprocessors: usize,
     device: sys::CUdevice,
@@ -297,6 +299,7 @@ impl Device {
                 } else {
                     format!("sm_{major}{minor}")
                 },
+                has_warpgroups: major == 9,
                 name,
                 multiprocessors,
                 device,

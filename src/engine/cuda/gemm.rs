@@ -16,7 +16,7 @@ use cudarc::driver::sys as driver;
 
 use super::super::EngineError;
 use super::device::Device;
-use super::kernels::{Kernels, Launch, Program, args, cache_folder, write_whole};
+use super::kernels::{Kernels, Launch, Program, args, cache_folder, defines, write_whole};
 use super::libraries::{self, Library};
 use super::memory::{Buffer, Raw};
 
@@ -26,6 +26,8 @@ const WORKSPACE: usize = 64 << 20;
 const WORTH_TIMING: f64 = 2e9;
 /// How many of the library's proposals are timed.
 const PROPOSALS: usize = 8;
+/// Operations between two looks at the clock, so that short products are not lost in its noise.
+const TIMED_WORK: f64 = 2e11;
 /// Timed rounds over all proposals, after one to warm up.
 const ROUNDS: usize = 5;
 
@@ -33,7 +35,7 @@ const ROUNDS: usize = 5;
 const PLAIN: Program = Program {
     file: "gemm_plain.cu",
     text: include_str!("kernels/gemm_plain.cu"),
-    defines: &[],
+    defines: defines([]),
 };
 
 /// Which product.
@@ -450,14 +452,16 @@ impl Gemms {
             driver::cuMemsetD32Async(scratch.address(), 0, words, self.device.compute)
         })?;
         let timer = Timer::new(&self.device)?;
+        let repeats = (TIMED_WORK / gemm.operations()).ceil().min(20.0) as usize;
         let mut times = vec![Vec::with_capacity(ROUNDS); proposals.len()];
         for round in 0..=ROUNDS {
             for (proposal, times) in proposals.iter().zip(&mut times) {
                 timer.start()?;
-                let done = self.multiply(gemm, plan, &proposal.algo, scratch.address());
+                let done = (0..repeats)
+                    .try_for_each(|_| self.multiply(gemm, plan, &proposal.algo, scratch.address()));
                 let elapsed = timer.stop()?;
                 if done.is_ok() && round > 0 {
-                    times.push(elapsed);
+                    times.push(elapsed / repeats as f32);
                 }
             }
         }

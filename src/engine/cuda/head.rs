@@ -2,7 +2,7 @@
 
 use super::super::{EngineError, HalfView, HeadLoss, HeadLossOut, IndexView, Storage, Tensor};
 use super::gemm::Product;
-use super::kernels::{Launch, Program, args};
+use super::kernels::{Launch, Program, args, defines};
 use super::memory::{Buffer, Raw, raw, raw_mut};
 use super::{Cuda, index};
 
@@ -15,10 +15,10 @@ const STATISTICS: usize = 8;
 const WIDE: Program = Program {
     file: "head.cu",
     text: include_str!("kernels/head.cu"),
-    defines: &[("VECTOR", 8)],
+    defines: defines([("VECTOR", 8)]),
 };
 const NARROW: Program = Program {
-    defines: &[("VECTOR", 1)],
+    defines: defines([("VECTOR", 1)]),
     ..WIDE
 };
 

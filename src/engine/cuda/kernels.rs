@@ -22,7 +22,21 @@ pub(super) struct Program {
     /// What the file says.
     pub(super) text: &'static str,
     /// Macros.
-    pub(super) defines: &'static [(&'static str, u32)],
+    pub(super) defines: Defines,
+}
+
+/// Names and values of macros; unused places have no name.
+pub(super) type Defines = [(&'static str, u32); 8];
+
+/// A program's macros, at most eight.
+pub(super) const fn defines<const N: usize>(of: [(&'static str, u32); N]) -> Defines {
+    let mut all = [("", 0); 8];
+    let mut i = 0;
+    while i < N {
+        all[i] = of[i];
+        i += 1;
+    }
+    all
 }
 
 /// Put before each source: there are no includes.
@@ -217,7 +231,8 @@ impl Kernels {
             "--std=c++17".to_owned(),
             "-lineinfo".to_owned(),
         ];
-        options.extend(program.defines.iter().map(|(k, v)| format!("-D{k}={v}")));
+        let defines = program.defines.iter().filter(|(name, _)| !name.is_empty());
+        options.extend(defines.map(|(name, value)| format!("-D{name}={value}")));
         let file = self.cache.as_ref().map(|folder| {
             let mut hash = blake3::Hasher::new();
             for part in options.iter().chain([&source]) {

@@ -3,29 +3,29 @@
 use cudarc::driver::sys;
 
 use super::super::{AdamW, EngineError, IndexView, Rotary};
-use super::kernels::{Launch, Program, args};
+use super::kernels::{Launch, Program, args, defines};
 use super::memory::{Buffer, Raw, raw};
 use super::{Cuda, index};
 
 const ROWS: Program = Program {
     file: "rows.cu",
     text: include_str!("kernels/rows.cu"),
-    defines: &[],
+    defines: defines([]),
 };
 const NORM: Program = Program {
     file: "norm.cu",
     text: include_str!("kernels/norm.cu"),
-    defines: &[],
+    defines: defines([]),
 };
 const ROTARY: Program = Program {
     file: "rotary.cu",
     text: include_str!("kernels/rotary.cu"),
-    defines: &[],
+    defines: defines([]),
 };
 const OPTIMIZER: Program = Program {
     file: "optimizer.cu",
     text: include_str!("kernels/optimizer.cu"),
-    defines: &[],
+    defines: defines([]),
 };
 
 /// Warps of a rotary kernel's thread block, as the source says.
@@ -274,9 +274,10 @@ impl Cuda {
         unsafe { self.launch(&NORM, variant!(wide, "norm"), launch, &args) }
     }
 
-    /// Thread blocks of a kernel that sums over rows: fixed by the device, so that the order of sums is.
-    fn summing_blocks(&self, rows: usize) -> usize {
-        rows.min(2 * self.device.multiprocessors)
+    /// Thread blocks of a kernel that sums over rows, `each` for a multiprocessor: fixed by the device, so that
+    /// the order of sums is.
+    fn summing_blocks(&self, rows: usize, each: usize) -> usize {
+        rows.min(each * self.device.multiprocessors)
     }
 
     /// `out += Σ parts`, in order.
@@ -309,7 +310,7 @@ impl Cuda {
             return Ok(());
         }
         let wide = is_wide(&[dy, x, dx, w]);
-        let blocks = self.summing_blocks(x.rows);
+        let blocks = self.summing_blocks(x.rows, 4);
         let partial = self.scratch(blocks * x.cols, "sums of a norm's weight gradient")?;
         let args = args![
             dy.ptr,
@@ -403,7 +404,7 @@ impl Cuda {
         if x.rows == 0 {
             return Ok(());
         }
-        let blocks = self.summing_blocks(x.rows);
+        let blocks = self.summing_blocks(x.rows, 8);
         let partial = self.scratch(blocks * dim, "sums of a head norm's weight gradient")?;
         let mut args = args![
             dy.ptr,
