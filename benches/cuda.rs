@@ -1,6 +1,7 @@
 //! Speed of the CUDA engine's operations at the shapes of Qwen3-8B and its drafter, on random data, medians of
 //! repeated runs. `cargo bench --bench cuda` on a machine with a GPU; names given as arguments select.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use slipstream::engine::cuda::Cuda;
@@ -8,6 +9,11 @@ use slipstream::engine::{
     AdamW, BlockKeys, BlockKeysGrad, BlockMask, CausalMask, Engine, EngineError, Half, HeadLoss,
     HeadLossOut, Heads, LossOptions, Queue, Rotary, Slots,
 };
+use slipstream::model::drafter::{Document, DrafterConfig, DrafterModel, Params, Tables};
+use slipstream::model::{Captured, Target, TargetFiles, TargetNeeds};
+use slipstream::train::micro_step::{UnitBatch, micro_step};
+use slipstream::train::optimizer::{Optimizer, StepSums};
+use slipstream::train::options::OptimizerOptions;
 
 /// Packed tokens of a prefill: 8 documents of 2048.
 const DOCUMENT: usize = 2048;
@@ -38,7 +44,7 @@ impl Bench {
         (work, unit): (f64, &str),
         mut run: impl FnMut() -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        if !self.wanted.is_empty() && !self.wanted.iter().any(|w| name.contains(w.as_str())) {
+        if !self.is_wanted(name) {
             return Ok(());
         }
         let mut once = |repeats: usize| -> Result<f64, EngineError> {
@@ -397,7 +403,142 @@ impl Bench {
     }
 }
 
-fn main() -> Result<(), EngineError> {
+/// Whole models, by the code that trains them.
+impl Bench {
+    fn is_wanted(&self, name: &str) -> bool {
+        self.wanted.is_empty() || self.wanted.iter().any(|w| name.contains(w.as_str()))
+    }
+
+    /// Prefill of 8 documents of 2048 tokens, 5 layers captured; only the layers up to the highest captured one.
+    fn prefill(&self) -> anyhow::Result<()> {
+        if !self.is_wanted("prefill") {
+            return Ok(());
+        }
+        let e = &self.engine;
+        let files = TargetFiles::dummy(Path::new("models/configs/qwen3-8b"))?;
+        let ids: Vec<u32> = (0..TOKENS as u32)
+            .map(|i| i.wrapping_mul(2_654_435_761) % VOCABULARY as u32)
+            .collect();
+        let offsets: Vec<u32> = (0..=TOKENS / DOCUMENT)
+            .map(|i| (i * DOCUMENT) as u32)
+            .collect();
+        let mut states = e.half(TOKENS, 5 * HIDDEN)?;
+        let mut last = e.half(TOKENS, HIDDEN)?;
+        for all in [false, true] {
+            let needs = TargetNeeds {
+                capture: vec![1, 9, 17, 25, 33],
+                final_hidden: all,
+                lm_head: false,
+            };
+            let begin = Instant::now();
+            let mut target = Target::load(e, &files, needs)?;
+            println!("loading: {:.1} s", begin.elapsed().as_secs_f64());
+            let name = format!("prefill, {} layers", target.layers());
+            self.time(&name, (TOKENS as f64, "tokens/s"), || {
+                let out = Captured {
+                    states: states.view_mut(),
+                    final_hidden: all.then(|| last.view_mut()),
+                };
+                target
+                    .prefill(&self.engine, &ids, &offsets, out)
+                    .map_err(|error| EngineError::Device {
+                        device: e.name().to_owned(),
+                        what: "prefill",
+                        message: error.to_string(),
+                    })
+            })?;
+        }
+        Ok(())
+    }
+
+    /// A micro-step and an update of the drafter, as `(anchors, tokens of a document, documents)`.
+    fn drafter(&self) -> anyhow::Result<()> {
+        if !self.is_wanted("drafter") {
+            return Ok(());
+        }
+        let e = &self.engine;
+        let text = std::fs::read_to_string("models/configs/qwen3-8b/dflash.json")?;
+        let config = DrafterConfig::from_json(&text)?;
+        let mut state = 1u64;
+        let params = Params::from_values(e, &config, |p| {
+            let scale = if p.vector { 0.0 } else { 0.03 };
+            let offset = if p.vector { 1.0 } else { 0.0 };
+            Ok((0..p.window.len())
+                .map(|_| {
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1);
+                    offset + scale * ((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
+                })
+                .collect())
+        })?;
+        let mut optimizer = Optimizer::new(e, params.layout(), OptimizerOptions::default())?;
+        let mut model = DrafterModel::new(e, config, params)?;
+        let (embedding, lm_head) = (
+            self.random(VOCABULARY, HIDDEN)?,
+            self.random(VOCABULARY, HIDDEN)?,
+        );
+        let tables = Tables {
+            embedding: embedding.view(),
+            lm_head: lm_head.view(),
+        };
+        for (anchors, length, documents) in [(512, 2048, 2), (256, 550, 4)] {
+            let ids: Vec<u32> = (0..length as u32)
+                .map(|i| i.wrapping_mul(2_654_435_761) % 150_000)
+                .collect();
+            let mask = vec![1u8; length];
+            let chosen: Vec<u32> = (0..anchors)
+                .map(|n| (n * (length - 1) / anchors) as u32)
+                .collect();
+            let document = Document {
+                ids: &ids,
+                mask: &mask,
+                anchors: &chosen,
+            };
+            let documents = vec![document; documents];
+            let states = self.random(length * documents.len(), 5 * HIDDEN)?;
+            let options = LossOptions::default();
+            let name = format!(
+                "drafter, {anchors} anchors, {length} tokens, {} documents",
+                documents.len()
+            );
+            model.reserve(
+                e,
+                length * documents.len(),
+                anchors * documents.len(),
+                length,
+            )?;
+            let work = (documents.len() as f64, "samples/s");
+            let failed = |error: &dyn std::fmt::Display| EngineError::Device {
+                device: e.name().to_owned(),
+                what: "a training step",
+                message: error.to_string(),
+            };
+            let mut loss = 0.0;
+            self.time(&name, work, || {
+                let unit = UnitBatch {
+                    documents: &documents,
+                    states: states.view(),
+                    teacher: None,
+                };
+                model.params.zero_grads(e)?;
+                let out =
+                    micro_step(e, &mut model, tables, &unit, &options).map_err(|x| failed(&x))?;
+                loss = out.loss_sum / out.weight_sum;
+                let sums = StepSums {
+                    loss: out.loss_sum,
+                    weight: out.weight_sum,
+                };
+                optimizer.step(e, &mut model.params, sums, 1e-5)?;
+                Ok(())
+            })?;
+            println!("loss {loss:.3}");
+        }
+        Ok(())
+    }
+}
+
+fn main() -> anyhow::Result<()> {
     let wanted = std::env::args().skip(1).filter(|a| !a.starts_with('-'));
     let bench = Bench {
         engine: Cuda::new(0)?,
@@ -409,6 +550,8 @@ fn main() -> Result<(), EngineError> {
     bench.attention()?;
     bench.head()?;
     bench.copies()?;
+    bench.prefill()?;
+    bench.drafter()?;
     println!("{:?}", bench.engine.memory_use()?);
     Ok(())
 }
