@@ -1,12 +1,15 @@
-//! Parity with the reference: every golden file, with whatever shapes it holds.
+//! Parity with the reference: every golden file, with whatever shapes it holds, on CPUs in float32 and on a GPU
+//! in bf16.
 
 mod golden_support;
 
 use std::path::Path;
+use std::sync::LazyLock;
 
-use golden_support::{Golden, GoldenFile, json, relative, skipped, worst_row};
+use golden_support::{Golden, GoldenFile, cosine, json, relative, skipped, worst_row};
 use serde_json::Value;
 use slipstream::engine::cpu::Cpu;
+use slipstream::engine::cuda::Cuda;
 use slipstream::engine::{Engine, LossOptions};
 use slipstream::eval::tree::{SlotRanks, build_tree, rank_logits};
 use slipstream::model::drafter::{
@@ -73,14 +76,55 @@ fn ascending_runs(anchors: &[u32]) -> Vec<Vec<u32>> {
     runs
 }
 
-fn check_loss_file(name: &str) {
+/// How far results may be off the reference, which computed in float32.
+struct Tolerance {
+    /// Relative error of a row of the drafter's final hidden states.
+    hidden: f64,
+    /// Relative error of sums of losses and of weights.
+    sums: f64,
+    /// Slots whose prediction may differ, where two logits are as good as equal.
+    flips: u64,
+    /// Logits that differ by less than this share of the largest are equal.
+    tie: f32,
+    /// Relative error of a parameter's gradient.
+    gradient: f64,
+    /// Relative error of a row of a target's states and logits.
+    target: f64,
+}
+
+/// The same numbers in another order of summation.
+const FLOAT: Tolerance = Tolerance {
+    hidden: 1e-5,
+    sums: 1e-5,
+    flips: 0,
+    tie: 0.0,
+    gradient: 1e-4,
+    target: 1e-4,
+};
+
+/// bf16 has 8 significant bits, so each value that is stored is off by 1.1e-3 on average and 3.9e-3 at most. What
+/// a layer adds up from its roundings (input, norm, queries and keys, probabilities, attention's output, the two
+/// branches, the residual stream) comes to some 3e-3, and grows with the root of the number of layers: 1e-2 for a
+/// row of the three layers here and of a target of eight, four times what is expected of a gradient, whose error
+/// is that of the forward and of the backward pass together. A relative error of 0.044 is a cosine of 0.999.
+const BF16: Tolerance = Tolerance {
+    hidden: 1.5e-2,
+    sums: 1e-2,
+    flips: 2,
+    tie: 1e-2,
+    gradient: 4.4e-2,
+    target: 1e-2,
+};
+
+static CUDA: LazyLock<Cuda> = LazyLock::new(|| Cuda::new(0).unwrap());
+
+fn check_loss_file<E: Engine>(engine: &E, name: &str, tolerance: &Tolerance) {
     let Some(expected) = GoldenFile::open(name) else {
         return;
     };
     let Some(inputs) = GoldenFile::open("dflash_inputs.safetensors") else {
         return;
     };
-    let engine = Cpu::new(1).unwrap();
     let hidden_size = inputs.get("embed").shape[1];
     let width = inputs.get("ctx").shape[1];
     let config = drafter_config(expected.meta("config"), width / hidden_size);
@@ -95,13 +139,13 @@ fn check_loss_file(name: &str) {
         embedding: embed.view(),
         lm_head: lm_head.view(),
     };
-    let params = Params::from_values(&engine, &config, |p| {
+    let params = Params::from_values(engine, &config, |p| {
         let tensor = inputs.get(&format!("param.{}", p.name));
         assert_eq!(tensor.shape, p.shape(), "{}", p.name);
         Ok(tensor.f32())
     })
     .unwrap();
-    let mut model = DrafterModel::new(&engine, config, params).unwrap();
+    let mut model = DrafterModel::new(engine, config, params).unwrap();
 
     let ids = inputs.get("ids").u32();
     let mask: Vec<u8> = inputs.get("mask").values.iter().map(|&m| m as u8).collect();
@@ -125,77 +169,122 @@ fn check_loss_file(name: &str) {
         states: states.view(),
         teacher: teacher.as_ref().map(|t| t.view()),
     };
-    let out = micro_step(&engine, &mut model, tables, &unit, &options).unwrap();
+    let out = micro_step(engine, &mut model, tables, &unit, &options).unwrap();
 
     let hidden = engine.download_half(model.hidden()).unwrap();
     let off = worst_row(&hidden, &expected.get("hidden").values, hidden_size);
-    assert!(off <= 1e-5, "{name}: hidden is off by {off:e}");
+    println!("{name}: hidden is off by {off:.1e}");
+    assert!(off <= tolerance.hidden, "{name}: hidden is off by {off:e}");
     for (key, got) in [("loss_sum", out.loss_sum), ("weight_sum", out.weight_sum)] {
         let want = expected.get(key).values[0];
         let off = (got - want).abs() / want.abs();
-        assert!(off <= 1e-5, "{name}: {key} {got} is not {want}");
+        println!("{name}: {key} is off by {off:.1e}");
+        assert!(off <= tolerance.sums, "{name}: {key} {got} is not {want}");
     }
-    for (key, got) in [("slots", &out.slots), ("correct", &out.correct)] {
-        let want = expected.get(key).values[0] as u64;
-        assert_eq!(got.iter().sum::<u64>(), want, "{name}: {key}");
-    }
-    let accepted: Vec<f64> = out.accepted.iter().map(|&a| f64::from(a)).collect();
-    assert_eq!(accepted, expected.get("accepted_length").values, "{name}");
+    let slots = expected.get("slots").values[0] as u64;
+    assert_eq!(out.slots.iter().sum::<u64>(), slots, "{name}: slots");
+    let correct = expected.get("correct").values[0] as u64;
+    let flips = out.correct.iter().sum::<u64>().abs_diff(correct);
+    assert!(flips <= tolerance.flips, "{name}: {flips} slots flipped");
+    let accepted = &expected.get("accepted_length").values;
+    assert_eq!(out.accepted.len(), accepted.len(), "{name}");
+    let changed = out.accepted.iter().zip(accepted);
+    let changed = changed.filter(|(got, want)| f64::from(**got) != **want);
+    assert!(
+        changed.count() as u64 <= tolerance.flips,
+        "{name}: accepted"
+    );
 
     let layout = model.params.layout();
     let gradients = expected.with_prefix("grad.");
     assert_eq!(gradients.len(), layout.params().len(), "{name}");
+    let (mut worst, mut lowest) = (0f64, 1f64);
     for p in layout.params() {
-        let got = Params::read(&engine, &model.params.grads, p).unwrap();
+        let got = Params::read(engine, &model.params.grads, p).unwrap();
         let want = expected.get(&format!("grad.{}", p.name));
         let off = relative(&got, &want.values);
+        worst = worst.max(off);
+        lowest = lowest.min(cosine(&got, &want.values));
         assert!(
-            off <= 1e-4,
+            off <= tolerance.gradient,
             "{name}: gradient of {} is off by {off:e}",
             p.name
         );
     }
+    println!("{name}: gradients are off by {worst:.1e} at most, lowest cosine {lowest:.6}");
 }
 
-#[test]
-fn dflash_hard() {
-    check_loss_file("dflash_hard.safetensors");
+/// A test for each loss file and target, on the engine that `$engine` makes.
+macro_rules! golden {
+    ($module:ident, $engine:expr, $tolerance:expr, $attribute:tt, [$($file:ident),* $(,)?]) => {
+        mod $module {
+            use super::*;
+            $(
+                #[test]
+                # $attribute
+                fn $file() {
+                    let name = concat!(stringify!($file), ".safetensors");
+                    check_loss_file(&$engine, name, &$tolerance);
+                }
+            )*
+
+            #[test]
+            # $attribute
+            fn targets_of_transformers() {
+                for_each_case(|dir, expected| {
+                    check_target(&$engine, dir, expected, &$tolerance);
+                });
+            }
+
+            #[test]
+            # $attribute
+            fn target_tiny() {
+                let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+                let dir = root.join("assets/tiny-target");
+                check_target_file(&$engine, "target_tiny.safetensors", &dir, &$tolerance);
+            }
+
+            #[test]
+            # $attribute
+            fn target_smollm2() {
+                let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+                let dir = root.join("models/smollm2");
+                if dir.is_dir() {
+                    check_target_file(&$engine, "target_smollm2.safetensors", &dir, &$tolerance);
+                } else {
+                    skipped(&format!(
+                        "target_smollm2: {} is absent; scripts/get-smollm2.sh makes it",
+                        dir.display()
+                    ));
+                }
+            }
+        }
+    };
 }
 
-#[test]
-fn dflash_decay() {
-    check_loss_file("dflash_decay.safetensors");
+macro_rules! all_golden {
+    ($module:ident, $engine:expr, $tolerance:expr, $attribute:tt) => {
+        golden!(
+            $module,
+            $engine,
+            $tolerance,
+            $attribute,
+            [
+                dflash_hard,
+                dflash_decay,
+                dflash_streak,
+                dflash_dpace,
+                dflash_soft,
+                dflash_cap,
+                dflash_sliding,
+                dflash_all,
+            ]
+        );
+    };
 }
 
-#[test]
-fn dflash_streak() {
-    check_loss_file("dflash_streak.safetensors");
-}
-
-#[test]
-fn dflash_dpace() {
-    check_loss_file("dflash_dpace.safetensors");
-}
-
-#[test]
-fn dflash_soft() {
-    check_loss_file("dflash_soft.safetensors");
-}
-
-#[test]
-fn dflash_cap() {
-    check_loss_file("dflash_cap.safetensors");
-}
-
-#[test]
-fn dflash_sliding() {
-    check_loss_file("dflash_sliding.safetensors");
-}
-
-#[test]
-fn dflash_all() {
-    check_loss_file("dflash_all.safetensors");
-}
+all_golden!(cpu, Cpu::new(1).unwrap(), FLOAT, [cfg(all())]);
+all_golden!(cuda, *CUDA, BF16, [ignore = "needs a GPU"]);
 
 #[test]
 fn layer_ids() {
@@ -239,12 +328,35 @@ fn ddtree() {
     }
 }
 
-/// A target's captured layers, final hidden state and logits for the ids of a golden file.
-fn check_target_file(name: &str, dir: &Path) {
-    let Some(expected) = GoldenFile::open(name) else {
+/// Each model that scripts/make-target-cases.py wrote into the folder that `TARGET_CASES` names.
+fn for_each_case(check: impl Fn(&Path, &GoldenFile)) {
+    let Some(folder) = std::env::var_os("TARGET_CASES") else {
+        skipped(
+            "targets_of_transformers: TARGET_CASES names no folder of scripts/make-target-cases.py",
+        );
         return;
     };
-    let engine = Cpu::new(1).unwrap();
+    let mut cases: Vec<_> = std::fs::read_dir(&folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    cases.sort();
+    assert!(!cases.is_empty(), "{}", folder.display());
+    for case in cases {
+        let expected = GoldenFile::read(&case.join("expected.safetensors"));
+        check(&case.join("model"), &expected);
+    }
+}
+
+/// A target's captured layers, final hidden state and logits for the ids of a golden file.
+fn check_target_file<E: Engine>(engine: &E, name: &str, dir: &Path, tolerance: &Tolerance) {
+    if let Some(expected) = GoldenFile::open(name) {
+        check_target(engine, dir, &expected, tolerance);
+    }
+}
+
+fn check_target<E: Engine>(engine: &E, dir: &Path, expected: &GoldenFile, tolerance: &Tolerance) {
+    let name = dir.display();
     let files = TargetFiles::open(dir, false).unwrap();
     let layers: Vec<usize> = serde_json::from_value(expected.meta("layers").clone()).unwrap();
     let needs = TargetNeeds {
@@ -252,7 +364,7 @@ fn check_target_file(name: &str, dir: &Path) {
         final_hidden: true,
         lm_head: true,
     };
-    let mut target = Target::load(&engine, &files, needs).unwrap();
+    let mut target = Target::load(engine, &files, needs).unwrap();
     let ids = expected.get("ids").u32();
     let (tokens, hidden) = (ids.len(), target.config().hidden_size);
     // The document twice in one pack, the second behind a shorter one: packing must not matter.
@@ -265,12 +377,13 @@ fn check_target_file(name: &str, dir: &Path) {
         states: states.view_mut(),
         final_hidden: Some(last.view_mut()),
     };
-    target.prefill(&engine, &packed, &offsets, out).unwrap();
+    target.prefill(engine, &packed, &offsets, out).unwrap();
     let vocabulary = target.config().vocab_size;
     for first in [0, second] {
         let close = |what: &str, got: &[f32], want: &[f64]| {
             let off = worst_row(got, want, want.len() / tokens);
-            assert!(off <= 1e-4, "{name}: {what} is off by {off:e}");
+            println!("{name}: {what} is off by {off:.1e} in its worst row");
+            assert!(off <= tolerance.target, "{name}: {what} is off by {off:e}");
         };
         let all = expected.get("layer_outputs");
         assert_eq!(all.shape, [layers.len(), tokens, hidden], "{name}");
@@ -302,7 +415,9 @@ fn check_target_file(name: &str, dir: &Path) {
                 .collect();
             close("top logits", &got, &top.values);
             for (row, ids) in logits.chunks(vocabulary).zip(ids.chunks(best)) {
-                let above = row.iter().filter(|&&z| z > row[ids[0] as usize]).count();
+                let highest = row.iter().fold(0f32, |most, z| most.max(z.abs()));
+                let as_good = row[ids[0] as usize] + tolerance.tie * highest;
+                let above = row.iter().filter(|&&z| z > as_good).count();
                 assert_eq!(
                     above, 0,
                     "{name}: another token is more likely than {}",
@@ -310,24 +425,5 @@ fn check_target_file(name: &str, dir: &Path) {
                 );
             }
         }
-    }
-}
-
-#[test]
-fn target_tiny() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    check_target_file("target_tiny.safetensors", &root.join("assets/tiny-target"));
-}
-
-#[test]
-fn target_smollm2() {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/smollm2");
-    if dir.is_dir() {
-        check_target_file("target_smollm2.safetensors", &dir);
-    } else {
-        skipped(&format!(
-            "target_smollm2: {} is absent; scripts/get-smollm2.sh makes it",
-            dir.display()
-        ));
     }
 }

@@ -7,7 +7,7 @@ mod chat;
 
 use std::collections::HashMap;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -70,9 +70,15 @@ pub struct GoldenFile {
 }
 
 impl GoldenFile {
-    /// Reads it whole.
+    /// Reads the golden file of that name whole.
     pub fn open(name: &str) -> Option<Self> {
-        let bytes = std::fs::read(path(name)?).unwrap();
+        Some(Self::read(&path(name)?))
+    }
+
+    /// Reads a file of the same form whole.
+    pub fn read(path: &Path) -> Self {
+        let name = path.display();
+        let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{name}: {e}"));
         let file = SafeTensors::deserialize(&bytes).unwrap_or_else(|e| panic!("{name}: {e}"));
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let metadata = header.metadata().clone().unwrap_or_default();
@@ -86,14 +92,14 @@ impl GoldenFile {
             };
             (name.to_string(), golden)
         });
-        Some(Self {
+        Self {
             name: name.to_string(),
             tensors: tensors.collect(),
             metadata: metadata
                 .iter()
                 .map(|(key, text)| (key.clone(), parse(text)))
                 .collect(),
-        })
+        }
     }
 
     /// A tensor by name.
@@ -157,6 +163,19 @@ pub fn relative(a: &[f32], b: &[f64]) -> f64 {
         return 0.0;
     }
     difference / reference
+}
+
+/// The cosine of the angle between two tensors.
+pub fn cosine(a: &[f32], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let dot = |x: &mut dyn Iterator<Item = (f64, f64)>| x.map(|(x, y)| x * y).sum::<f64>();
+    let a = || a.iter().map(|&a| f64::from(a));
+    let b = || b.iter().copied();
+    let lengths = dot(&mut a().zip(a())) * dot(&mut b().zip(b()));
+    if lengths == 0.0 {
+        return 1.0;
+    }
+    dot(&mut a().zip(b())) / lengths.sqrt()
 }
 
 /// The largest [`relative`] difference of a row of `cols` values.
