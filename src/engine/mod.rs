@@ -96,6 +96,22 @@ pub struct Heads {
     pub dim: usize,
 }
 
+/// How an attention's products of queries and keys become the softmax's scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scores {
+    /// Multiplies q·k.
+    pub scale: f32,
+    /// Then `cap · tanh(score / cap)`.
+    pub cap: Option<f32>,
+}
+
+impl From<f32> for Scores {
+    /// Scaled, not capped.
+    fn from(scale: f32) -> Self {
+        Self { scale, cap: None }
+    }
+}
+
 /// Rotary tables: `cos` and `sin` are `[positions, rotary_dim / 2]` float32, rotate-half convention; dims past
 /// `2 * cols` of a head pass through unrotated.
 pub struct Rotary<'a, E: Engine> {
@@ -476,6 +492,21 @@ pub trait Engine: Sized + 'static {
     ) -> Result<(), EngineError>;
     /// `y = silu(gate) * up`, `gate_up [rows, 2 I]` with the gate first, `y [rows, I]`.
     fn swiglu(&self, gate_up: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError>;
+    /// `y = gelu(gate) * up` with GELU's approximation by tanh (arXiv 1606.08415); shapes as for
+    /// [`Engine::swiglu`].
+    fn geglu(&self, gate_up: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError>;
+    /// `x *= by`, `by` rounded to the compute type.
+    fn scale(&self, by: f32, x: HalfMut<'_, Self>) -> Result<(), EngineError>;
+    /// `y += x`, same shape.
+    fn add(&self, x: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError>;
+    /// `dst[rows[i]] += weights[i] * src[i]`: `src [m, cols]`, `weights [1, m]`; no row comes twice.
+    fn scatter_add(
+        &self,
+        src: HalfView<'_, Self>,
+        rows: IndexView<'_, Self>,
+        weights: FloatView<'_, Self>,
+        dst: HalfMut<'_, Self>,
+    ) -> Result<(), EngineError>;
     /// Backward of [`Engine::swiglu`], `d_gate_up` overwritten.
     fn swiglu_backward(
         &self,
@@ -484,13 +515,13 @@ pub trait Engine: Sized + 'static {
         d_gate_up: HalfMut<'_, Self>,
     ) -> Result<(), EngineError>;
 
-    // Attention. `scale` multiplies q·k; softmax over an empty set gives zeros.
+    // Attention. A number for `scores` or `scale` multiplies q·k; softmax over an empty set gives zeros.
 
     /// Packed causal attention: `q`, `out` `[rows, q * dim]`, `k`, `v` `[rows, kv * dim]`.
     fn causal_attention(
         &self,
         heads: Heads,
-        scale: f32,
+        scores: impl Into<Scores>,
         q: HalfView<'_, Self>,
         k: HalfView<'_, Self>,
         v: HalfView<'_, Self>,
@@ -527,7 +558,7 @@ pub trait Engine: Sized + 'static {
     fn cache_attention(
         &self,
         heads: Heads,
-        scale: f32,
+        scores: impl Into<Scores>,
         q: HalfView<'_, Self>,
         k_cache: HalfView<'_, Self>,
         v_cache: HalfView<'_, Self>,

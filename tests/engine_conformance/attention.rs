@@ -1,7 +1,7 @@
 //! The three attentions against one dense float64 softmax over an explicit list of visible keys.
 
 use slipstream::engine::{
-    BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Engine, Heads,
+    BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Engine, Heads, Scores,
 };
 
 use crate::support::{Matrix, Random, Wide, close, float, indices, random, read_float};
@@ -28,6 +28,8 @@ const HEADS: [Heads; 3] = [
 struct Dense<'a> {
     heads: Heads,
     scale: f64,
+    /// Of the scores; without gradients.
+    cap: Option<f64>,
     q: &'a Matrix,
     keys: &'a Matrix,
     values: &'a Matrix,
@@ -66,6 +68,7 @@ impl Dense<'_> {
                 let s: Vec<f64> = seen
                     .iter()
                     .map(|&k| self.scale * dot(self.q, row, at, self.keys, k, of))
+                    .map(|s| self.cap.map_or(s, |cap| cap * (s / cap).tanh()))
                     .collect();
                 let total: f64 = s.iter().map(|s| s.exp()).sum();
                 r.lse.row_mut(row)[h] = total.ln();
@@ -109,7 +112,13 @@ pub fn causal_attention_of_packed_documents<E: Engine>(engine: &E) {
     let rows = *offsets.last().unwrap() as usize;
     let offsets_e = indices(engine, &offsets);
     for heads in HEADS {
-        for window in [None, Some(1), Some(40)] {
+        for (window, cap) in [
+            (None, None),
+            (Some(1), None),
+            (Some(40), None),
+            (None, Some(1.5)),
+            (Some(40), Some(0.5)),
+        ] {
             let (q, q_held) = random(engine, &mut rng, rows, heads.q * heads.dim, 1.0);
             let (k, k_held) = random(engine, &mut rng, rows, heads.kv * heads.dim, 1.0);
             let (v, v_held) = random(engine, &mut rng, rows, heads.kv * heads.dim, 1.0);
@@ -122,7 +131,10 @@ pub fn causal_attention_of_packed_documents<E: Engine>(engine: &E) {
             engine
                 .causal_attention(
                     heads,
-                    scale(heads),
+                    Scores {
+                        scale: scale(heads),
+                        cap,
+                    },
                     q.view(),
                     k.view(),
                     v.view(),
@@ -140,6 +152,7 @@ pub fn causal_attention_of_packed_documents<E: Engine>(engine: &E) {
             let want = Dense {
                 heads,
                 scale: f64::from(scale(heads)),
+                cap: cap.map(f64::from),
                 q: &q_held,
                 keys: &k_held,
                 values: &v_held,
@@ -147,7 +160,7 @@ pub fn causal_attention_of_packed_documents<E: Engine>(engine: &E) {
             }
             .run(None);
             close::<E>(
-                &format!("causal {heads:?} {window:?}"),
+                &format!("causal {heads:?} {window:?} {cap:?}"),
                 &out.read(engine),
                 &want.out,
             );
@@ -302,6 +315,7 @@ fn run_blocks<E: Engine>(
     let want = Dense {
         heads,
         scale: f64::from(scale(heads)),
+        cap: None,
         q: &q_held,
         keys: &stacked(ck, bk),
         values: &stacked(cv, bv),
@@ -398,7 +412,13 @@ pub fn cache_attention_of_chains_and_trees<E: Engine>(engine: &E) {
     }
     let rows = positions.len();
     for heads in HEADS {
-        for window in [None, Some(2), Some(30)] {
+        for (window, cap) in [
+            (None, None),
+            (Some(2), None),
+            (Some(30), None),
+            (None, Some(1.5)),
+            (Some(30), Some(0.5)),
+        ] {
             let (q, q_held) = random(engine, &mut rng, rows, heads.q * heads.dim, 1.0);
             let (k, k_held) = random(engine, &mut rng, cache_rows, heads.kv * heads.dim, 1.0);
             let (v, v_held) = random(engine, &mut rng, cache_rows, heads.kv * heads.dim, 1.0);
@@ -415,7 +435,10 @@ pub fn cache_attention_of_chains_and_trees<E: Engine>(engine: &E) {
             engine
                 .cache_attention(
                     heads,
-                    scale(heads),
+                    Scores {
+                        scale: scale(heads),
+                        cap,
+                    },
                     q.view(),
                     k.view(),
                     v.view(),
@@ -443,6 +466,7 @@ pub fn cache_attention_of_chains_and_trees<E: Engine>(engine: &E) {
             let want = Dense {
                 heads,
                 scale: f64::from(scale(heads)),
+                cap: cap.map(f64::from),
                 q: &q_held,
                 keys: &k_held,
                 values: &v_held,
@@ -450,7 +474,7 @@ pub fn cache_attention_of_chains_and_trees<E: Engine>(engine: &E) {
             }
             .run(None);
             close::<E>(
-                &format!("cache {heads:?} {window:?}"),
+                &format!("cache {heads:?} {window:?} {cap:?}"),
                 &out.read(engine),
                 &want.out,
             );

@@ -1,4 +1,4 @@
-//! Linear layers, norms, rotary embedding and SwiGLU.
+//! Linear layers, norms, rotary embedding, gated activations and sums.
 
 use slipstream::engine::{Engine, Rotary};
 
@@ -254,4 +254,69 @@ pub fn swiglu_and_its_gradient<E: Engine>(engine: &E) {
         .unwrap();
     let ends = y.read(engine).data;
     assert!(ends[0].abs() < 1e-30 && ends[1] == 1000.0, "{ends:?}");
+}
+
+pub fn geglu<E: Engine>(engine: &E) {
+    let mut rng = Random(14);
+    for (rows, inner) in [(1, 1), (90, 37), (5, 352)] {
+        let (gate_up, held) = random(engine, &mut rng, rows, 2 * inner, 4.0);
+        let mut y = Wide::<E>::output(engine, rows, inner);
+        engine.geglu(gate_up.view(), y.view_mut()).unwrap();
+        let mut want = Matrix::zeros(rows, inner);
+        for r in 0..rows {
+            for i in 0..inner {
+                let (g, u) = (held.at(r, i), held.at(r, inner + i));
+                let along = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+                want.row_mut(r)[i] = 0.5 * g * (1.0 + along.tanh()) * u;
+            }
+        }
+        close::<E>("geglu", &y.read(engine), &want);
+    }
+    // Far ends: gelu(−1000) is 0, gelu(1000) is 1000.
+    let ends = Matrix {
+        rows: 1,
+        cols: 4,
+        data: vec![-1000.0, 1000.0, 1.0, 1.0],
+    };
+    let mut y = Wide::<E>::output(engine, 1, 2);
+    engine
+        .geglu(Wide::new(engine, &ends).view(), y.view_mut())
+        .unwrap();
+    let ends = y.read(engine).data;
+    assert!(ends[0].abs() < 1e-30 && ends[1] == 1000.0, "{ends:?}");
+}
+
+pub fn matrices_are_scaled_added_and_scattered<E: Engine>(engine: &E) {
+    let mut rng = Random(15);
+    for (rows, cols) in [(1, 1), (90, 37), (70, 512)] {
+        let (x, x_held) = random(engine, &mut rng, rows, cols, 1.0);
+        let (mut y, y_held) = random(engine, &mut rng, rows, cols, 1.0);
+        engine.add(x.view(), y.view_mut()).unwrap();
+        close::<E>("add", &y.read(engine), &x_held.plus(&y_held));
+
+        let (mut y, mut want) = random(engine, &mut rng, rows, cols, 1.0);
+        engine.scale(2.5, y.view_mut()).unwrap();
+        want.data.iter_mut().for_each(|x| *x *= 2.5);
+        close::<E>("scale", &y.read(engine), &want);
+
+        // Every other row, the last first.
+        let to: Vec<u32> = (0..rows as u32).rev().step_by(2).collect();
+        let weights = rounded(&rng.matrix(1, to.len(), 1.0));
+        let (src, src_held) = random(engine, &mut rng, to.len(), cols, 1.0);
+        let (mut y, mut want) = random(engine, &mut rng, rows, cols, 1.0);
+        engine
+            .scatter_add(
+                src.view(),
+                indices(engine, &to).view(),
+                float(engine, &weights).view(),
+                y.view_mut(),
+            )
+            .unwrap();
+        for (i, (&to, weight)) in to.iter().zip(&weights.data).enumerate() {
+            for (y, x) in want.row_mut(to as usize).iter_mut().zip(src_held.row(i)) {
+                *y += weight * x;
+            }
+        }
+        close::<E>("scatter_add", &y.read(engine), &want);
+    }
 }

@@ -46,6 +46,8 @@ macro_rules! whole_suite {
                 layers::norm_and_its_gradient,
                 layers::head_norm_rotary_and_its_gradient,
                 layers::swiglu_and_its_gradient,
+                layers::geglu,
+                layers::matrices_are_scaled_added_and_scattered,
                 attention::causal_attention_of_packed_documents,
                 attention::block_attention_and_its_gradient,
                 attention::cache_attention_of_chains_and_trees,

@@ -1,4 +1,4 @@
-//! SwiGLU (arXiv 2002.05202).
+//! Gated activations: SwiGLU and GEGLU (arXiv 2002.05202).
 
 #![forbid(unsafe_code)]
 
@@ -11,12 +11,34 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+/// GELU approximated by tanh (arXiv 1606.08415), `tanh` written with the exponential.
+#[inline(always)]
+fn gelu(x: f32) -> f32 {
+    const ROOT: f32 = 0.797_884_6; // √(2/π)
+    x * sigmoid(2.0 * ROOT * (x + 0.044_715 * x * x * x))
+}
+
 pub(super) fn forward(cpu: &Cpu, gate_up: Rows<'_>, y: RowsMut<'_>) {
+    gated(
+        cpu,
+        gate_up,
+        y,
+        #[inline(always)]
+        |gate| gate * sigmoid(gate),
+    );
+}
+
+pub(super) fn gelu_gated(cpu: &Cpu, gate_up: Rows<'_>, y: RowsMut<'_>) {
+    gated(cpu, gate_up, y, gelu);
+}
+
+/// `y = f(gate) * up`.
+fn gated(cpu: &Cpu, gate_up: Rows<'_>, y: RowsMut<'_>, f: impl Fn(f32) -> f32 + Sync) {
     let inner = y.cols;
     assert_eq!(
         (gate_up.rows, gate_up.cols),
         (y.rows, 2 * inner),
-        "shapes of a SwiGLU"
+        "shapes of a gated activation"
     );
     let work = y.rows * inner * 4;
     cpu.for_each(work, y.chunks_of_task(), |chunk| {
@@ -27,7 +49,7 @@ pub(super) fn forward(cpu: &Cpu, gate_up: Rows<'_>, y: RowsMut<'_>) {
                 for r in 0..y.rows {
                     let (gate, up) = gate_up.row(first + r).split_at(inner);
                     for ((y, gate), up) in y.row_mut(r).iter_mut().zip(gate).zip(up) {
-                        *y = gate * sigmoid(*gate) * up;
+                        *y = f(*gate) * up;
                     }
                 }
             },

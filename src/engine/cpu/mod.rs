@@ -25,7 +25,7 @@ use rayon::prelude::*;
 use super::{
     AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Engine, EngineError, Float,
     FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads, Index, IndexMut,
-    IndexView, Queue, Rotary, Tensor,
+    IndexView, Queue, Rotary, Scores, Tensor,
 };
 pub use memory::Buffer;
 use memory::{Rows, RowsMut, Shelf};
@@ -380,6 +380,37 @@ impl Engine for Cpu {
         Ok(())
     }
 
+    fn geglu(&self, gate_up: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError> {
+        activation::gelu_gated(self, Rows::new(gate_up), RowsMut::new(y));
+        Ok(())
+    }
+
+    fn scale(&self, by: f32, x: HalfMut<'_, Self>) -> Result<(), EngineError> {
+        linear::scale(self, by, RowsMut::new(x));
+        Ok(())
+    }
+
+    fn add(&self, x: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError> {
+        linear::add(self, Rows::new(x), RowsMut::new(y));
+        Ok(())
+    }
+
+    fn scatter_add(
+        &self,
+        src: HalfView<'_, Self>,
+        rows: IndexView<'_, Self>,
+        weights: FloatView<'_, Self>,
+        dst: HalfMut<'_, Self>,
+    ) -> Result<(), EngineError> {
+        linear::scatter_add(
+            Rows::new(src),
+            index(rows),
+            vector_of(weights),
+            RowsMut::new(dst),
+        );
+        Ok(())
+    }
+
     fn swiglu_backward(
         &self,
         dy: HalfView<'_, Self>,
@@ -398,7 +429,7 @@ impl Engine for Cpu {
     fn causal_attention(
         &self,
         heads: Heads,
-        scale: f32,
+        scores: impl Into<Scores>,
         q: HalfView<'_, Self>,
         k: HalfView<'_, Self>,
         v: HalfView<'_, Self>,
@@ -407,7 +438,7 @@ impl Engine for Cpu {
     ) -> Result<(), EngineError> {
         attention::causal(
             self,
-            attention::Shape { heads, scale },
+            attention::Shape::new(heads, scores),
             attention::Qkv {
                 q: Rows::new(q),
                 k: Rows::new(k),
@@ -432,7 +463,7 @@ impl Engine for Cpu {
     ) -> Result<(), EngineError> {
         attention::block_forward(
             self,
-            attention::Shape { heads, scale },
+            attention::Shape::new(heads, scale),
             Rows::new(q),
             &attention::Keys::new(keys),
             &attention::Blocks::new(mask),
@@ -457,7 +488,7 @@ impl Engine for Cpu {
     ) -> Result<(), EngineError> {
         attention::block_backward(
             self,
-            attention::Shape { heads, scale },
+            attention::Shape::new(heads, scale),
             &attention::Saved {
                 d_out: Rows::new(d_out),
                 q: Rows::new(q),
@@ -475,7 +506,7 @@ impl Engine for Cpu {
     fn cache_attention(
         &self,
         heads: Heads,
-        scale: f32,
+        scores: impl Into<Scores>,
         q: HalfView<'_, Self>,
         k_cache: HalfView<'_, Self>,
         v_cache: HalfView<'_, Self>,
@@ -484,7 +515,7 @@ impl Engine for Cpu {
     ) -> Result<(), EngineError> {
         attention::cached(
             self,
-            attention::Shape { heads, scale },
+            attention::Shape::new(heads, scores),
             attention::Qkv {
                 q: Rows::new(q),
                 k: Rows::new(k_cache),

@@ -1,6 +1,6 @@
 //! Attention: tensor-core kernels for the usual head sizes, a plain kernel for every other up to 256.
 
-use super::super::{BlockKeys, BlockMask, CacheMask, CausalMask, EngineError, Heads};
+use super::super::{BlockKeys, BlockMask, CacheMask, CausalMask, EngineError, Heads, Scores};
 use super::kernels::{Arg, Launch, Program, args, defines};
 use super::memory::{Buffer, Raw, raw};
 use super::{Cuda, index};
@@ -249,7 +249,7 @@ impl Cuda {
     pub(super) fn causal(
         &self,
         heads: Heads,
-        scale: f32,
+        Scores { scale, cap }: Scores,
         [q, k, v, out]: [Raw; 4],
         mask: &CausalMask<'_, Self>,
     ) -> Result<(), EngineError> {
@@ -262,6 +262,7 @@ impl Cuda {
         assert_eq!(k.rows, q.rows, "keys of the rows");
         let group = heads.q / heads.kv;
         if let Some(kernel) = Forward::new(heads.dim, self.device.has_warpgroups)
+            && cap.is_none()
             && group <= kernel.queries()
             && is_aligned(&[q, k, v, out])
         {
@@ -291,6 +292,7 @@ impl Cuda {
             group as u32,
             heads.dim as u32,
             scale,
+            cap.unwrap_or(0.0),
         ]);
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
         unsafe { self.plain("causal_plain", [q.rows, heads.q], &args) }
@@ -495,7 +497,7 @@ impl Cuda {
     pub(super) fn cached(
         &self,
         heads: Heads,
-        scale: f32,
+        Scores { scale, cap }: Scores,
         [q, k, v, out]: [Raw; 4],
         mask: &CacheMask<'_>,
     ) -> Result<(), EngineError> {
@@ -553,6 +555,7 @@ impl Cuda {
             (heads.q / heads.kv) as u32,
             heads.dim as u32,
             scale,
+            cap.unwrap_or(0.0),
         ]);
         // SAFETY: the arguments are the kernel's; views were checked against their storages.
         unsafe { self.plain("cache_plain", [q.rows, heads.q], &args) }

@@ -12,6 +12,7 @@
 mod attention;
 mod copies;
 mod device;
+mod elementwise;
 mod gemm;
 mod head;
 mod kernels;
@@ -27,7 +28,7 @@ use half::{bf16, f16};
 use super::{
     AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Encoding, Engine,
     EngineError, Float, FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads,
-    Index, IndexMut, IndexView, Queue, Rotary, Tensor,
+    Index, IndexMut, IndexView, Queue, Rotary, Scores, Tensor,
 };
 use copies::HostMemory;
 use device::Device;
@@ -405,6 +406,28 @@ impl Engine for Cuda {
         self.swiglu_impl(raw(&gate_up), raw_mut(&y))
     }
 
+    fn geglu(&self, gate_up: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError> {
+        self.geglu_impl(raw(&gate_up), raw_mut(&y))
+    }
+
+    fn scale(&self, by: f32, x: HalfMut<'_, Self>) -> Result<(), EngineError> {
+        self.scale_impl(by, raw_mut(&x))
+    }
+
+    fn add(&self, x: HalfView<'_, Self>, y: HalfMut<'_, Self>) -> Result<(), EngineError> {
+        self.add_impl(raw(&x), raw_mut(&y))
+    }
+
+    fn scatter_add(
+        &self,
+        src: HalfView<'_, Self>,
+        rows: IndexView<'_, Self>,
+        weights: FloatView<'_, Self>,
+        dst: HalfMut<'_, Self>,
+    ) -> Result<(), EngineError> {
+        self.scatter_add_impl(raw(&src), index(&rows), raw(&weights), raw_mut(&dst))
+    }
+
     fn swiglu_backward(
         &self,
         dy: HalfView<'_, Self>,
@@ -417,7 +440,7 @@ impl Engine for Cuda {
     fn causal_attention(
         &self,
         heads: Heads,
-        scale: f32,
+        scores: impl Into<Scores>,
         q: HalfView<'_, Self>,
         k: HalfView<'_, Self>,
         v: HalfView<'_, Self>,
@@ -425,7 +448,7 @@ impl Engine for Cuda {
         out: HalfMut<'_, Self>,
     ) -> Result<(), EngineError> {
         let operands = [raw(&q), raw(&k), raw(&v), raw_mut(&out)];
-        self.causal(heads, scale, operands, mask)
+        self.causal(heads, scores.into(), operands, mask)
     }
 
     fn block_attention(
@@ -470,7 +493,7 @@ impl Engine for Cuda {
     fn cache_attention(
         &self,
         heads: Heads,
-        scale: f32,
+        scores: impl Into<Scores>,
         q: HalfView<'_, Self>,
         k_cache: HalfView<'_, Self>,
         v_cache: HalfView<'_, Self>,
@@ -478,7 +501,7 @@ impl Engine for Cuda {
         out: HalfMut<'_, Self>,
     ) -> Result<(), EngineError> {
         let operands = [raw(&q), raw(&k_cache), raw(&v_cache), raw_mut(&out)];
-        self.cached(heads, scale, operands, mask)
+        self.cached(heads, scores.into(), operands, mask)
     }
 
     fn head_loss(

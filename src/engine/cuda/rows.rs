@@ -76,7 +76,7 @@ pub(super) fn is_wide(matrices: &[Raw]) -> bool {
 }
 
 /// One thread per element or group of 8, rows along y.
-fn by_rows(rows: usize, cols: usize, wide: bool) -> Launch {
+pub(super) fn by_rows(rows: usize, cols: usize, wide: bool) -> Launch {
     let groups = cols.div_ceil(if wide { 8 } else { 1 });
     let threads = groups.next_multiple_of(32).clamp(32, 256);
     Launch {
@@ -87,7 +87,7 @@ fn by_rows(rows: usize, cols: usize, wide: bool) -> Launch {
 }
 
 /// Panics unless all matrices have the first one's shape.
-fn same_shape(matrices: &[Raw]) {
+pub(super) fn same_shape(matrices: &[Raw]) {
     for m in matrices {
         assert_eq!(
             (m.rows, m.cols),
@@ -107,6 +107,7 @@ macro_rules! variant {
         }
     };
 }
+pub(super) use variant;
 
 impl Cuda {
     /// Zeroes elements of `size` bytes.

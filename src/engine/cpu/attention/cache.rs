@@ -3,7 +3,7 @@
 //! Keys a row does not see are left out, not masked, where they lie between keys that it sees: a tree node is
 //! computed exactly as it would be in the chain of its ancestors.
 
-use super::{Qkv, Rows, RowsMut, Shape, inverse, scores, softmax};
+use super::{Qkv, Rows, RowsMut, Shape, inverse, scores};
 use crate::engine::CacheMask;
 use crate::engine::cpu::Cpu;
 use crate::engine::cpu::product::{Mat, MatMut, product};
@@ -134,7 +134,7 @@ fn attend(
                 }
                 s[..visible.run.start].fill(0.0);
                 s[end..].fill(0.0);
-                *inv = inverse(softmax(&mut s[visible.run.start..end], shape.scale).1);
+                *inv = inverse(shape.softmax(&mut s[visible.run.start..end]).1);
             }
         },
     );

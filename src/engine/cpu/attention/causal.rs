@@ -1,6 +1,6 @@
 //! Packed causal attention of variable-length documents, optionally with a sliding window.
 
-use super::{Qkv, RowsMut, Shape, inverse, scores, softmax};
+use super::{Qkv, RowsMut, Shape, inverse, scores};
 use crate::engine::cpu::Cpu;
 use crate::engine::cpu::product::{Mat, MatMut, product};
 use crate::engine::cpu::vector::wide;
@@ -89,7 +89,7 @@ fn attend(cpu: &Cpu, shape: Shape, qkv: Qkv<'_>, window: Option<usize>, tile: Ti
                     let visible = seen_from(position) - first_key..position + 1 - first_key;
                     s[..visible.start].fill(0.0);
                     s[visible.end..].fill(0.0);
-                    inverses[r] = inverse(softmax(&mut s[visible], shape.scale).1);
+                    inverses[r] = inverse(shape.softmax(&mut s[visible]).1);
                 }
             },
         );

@@ -19,20 +19,41 @@ pub(super) use causal::causal;
 
 use super::memory::{Rows, RowsMut};
 use super::product::{Mat, MatMut, product};
-use super::vector::{exp_sum, max};
-use crate::engine::Heads;
+use super::vector::{exp, exp_sum, max};
+use crate::engine::{Heads, Scores};
 
 /// What every attention knows.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub heads: Heads,
     pub scale: f32,
+    /// Of the scaled scores; packed causal attention and decoding alone know it.
+    pub cap: Option<f32>,
 }
 
 impl Shape {
+    pub(super) fn new(heads: Heads, scores: impl Into<Scores>) -> Self {
+        let Scores { scale, cap } = scores.into();
+        Self { heads, scale, cap }
+    }
+
     /// The key/value head of a query head.
     fn kv(&self, head: usize) -> usize {
         head / (self.heads.q / self.heads.kv)
+    }
+
+    /// The largest of the visible scores and the sum of `exp(score − largest)`, which replaces them.
+    #[inline(always)]
+    fn softmax(&self, s: &mut [f32]) -> (f32, f32) {
+        let Some(cap) = self.cap else {
+            return softmax(s, self.scale);
+        };
+        let twice = 2.0 * self.scale / cap;
+        for s in s.iter_mut() {
+            // cap · tanh, written with the exponential.
+            *s = cap * (1.0 - 2.0 / (1.0 + exp(twice * *s)));
+        }
+        softmax(s, 1.0)
     }
 
     fn check(&self, q: Rows<'_>, k: Rows<'_>, v: Rows<'_>) {

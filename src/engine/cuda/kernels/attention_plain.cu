@@ -57,15 +57,17 @@ struct Running {
     float top, sum, acc[MOST];
 };
 
-// Takes in the keys of one range for which `visible(key)`.
+// Takes in the keys of one range for which `visible(key)`; scores are capped to +-cap where it is not 0.
 template <typename Visible>
-__device__ void attend(Running& r, const float* q, const Keys& keys, u32 dim, float scale, Visible visible) {
+__device__ void attend(Running& r, const float* q, const Keys& keys, u32 dim, float scale, float cap,
+                       Visible visible) {
     u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     bool vector = is_vector(keys.k, keys.k_stride, dim);
     for (i64 first = keys.begin + 32 * (i64)warp; first < keys.end; first += 32 * WARPS) {
         i64 key = first + lane;
         float score = -INFINITE;
         if (key < keys.end && visible(key)) score = dot(keys.k + key * keys.k_stride, q, dim, vector) * scale;
+        if (cap != 0.f && score != -INFINITE) score = cap * tanhf(score / cap);
         float top = fmaxf(r.top, warp_max(score));
         if (top == -INFINITE) continue;
         float shrink = r.top == -INFINITE ? 0.f : __expf(r.top - top);
@@ -123,7 +125,8 @@ __device__ __forceinline__ i64 later(i64 a, i64 b) { return a > b ? a : b; }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     causal_plain(const bf16* q, i64 q_stride, const bf16* k, i64 k_stride, const bf16* v, i64 v_stride, bf16* out,
-                 i64 out_stride, const u32* offsets, u32 documents, u32 window, u32 group, u32 dim, float scale) {
+                 i64 out_stride, const u32* offsets, u32 documents, u32 window, u32 group, u32 dim, float scale,
+                 float cap) {
     __shared__ float query[MAX_DIM];
     i64 row = blockIdx.x;
     u32 head = blockIdx.y, kv = head / group;
@@ -134,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     if (window) keys.begin = later(start, row + 1 - window);
     Running r;
     start_row(r);
-    attend(r, query, keys, dim, scale, [](i64) { return true; });
+    attend(r, query, keys, dim, scale, cap, [](i64) { return true; });
     finish_row(r, dim, out + row * out_stride + head * dim, 0);
 }
 
@@ -143,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     cache_plain(const bf16* q, i64 q_stride, const bf16* k, i64 k_stride, const bf16* v, i64 v_stride, bf16* out,
                 i64 out_stride, const u32* rows, u32 sequences, const u32* cache_start, const u32* cached,
                 const unsigned long long* ancestors, u32 words, u32 window, const u32* positions, u32 group,
-                u32 dim, float scale) {
+                u32 dim, float scale, float cap) {
     __shared__ float query[MAX_DIM];
     u32 row = blockIdx.x, head = blockIdx.y, kv = head / group;
     fetch(query, q + row * q_stride + head * dim, dim);
@@ -155,10 +158,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     Keys keys = {k + kv * dim, v + kv * dim, k_stride, v_stride, start + oldest, fresh};
     Running r;
     start_row(r);
-    attend(r, query, keys, dim, scale, [](i64) { return true; });
+    attend(r, query, keys, dim, scale, cap, [](i64) { return true; });
     keys.begin = fresh, keys.end = fresh + rows[sequence + 1] - first;
     const unsigned long long* mask = ancestors + (i64)row * words;
-    attend(r, query, keys, dim, scale, [=](i64 key) {
+    attend(r, query, keys, dim, scale, cap, [=](i64 key) {
         u32 j = (u32)(key - fresh);
         return j / 64 < words && (mask[j / 64] >> (j % 64) & 1) && positions[first + j] >= oldest;
     });
@@ -200,8 +203,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     mask.own(row, own.begin, own.end);
     Running r;
     start_row(r);
-    attend(r, query, context, dim, scale, [](i64) { return true; });
-    attend(r, query, own, dim, scale, [](i64) { return true; });
+    attend(r, query, context, dim, scale, 0.f, [](i64) { return true; });
+    attend(r, query, own, dim, scale, 0.f, [](i64) { return true; });
     finish_row(r, dim, out + row * out_stride + head * dim, lse + row * lse_stride + head);
 }
 
