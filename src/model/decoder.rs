@@ -2,7 +2,7 @@
 //! back to what was accepted.
 
 use super::error::ModelError;
-use super::target::{Cached, Captured, Target};
+use super::target::{Cached, Captured, Places, Target};
 use crate::engine::{CacheMask, Engine, Half, HalfView};
 
 /// What one pass over new tokens gives, a row for each of them.
@@ -109,7 +109,15 @@ impl<E: Engine> TargetDecoder<E> {
         let words = new.div_ceil(64).max(1);
         let (ancestors, depths) = lineage(new, words, shape)?;
         let first = self.length as u32;
-        let positions: Vec<u32> = depths.iter().map(|depth| first + depth).collect();
+        let places = Places {
+            positions: depths.iter().map(|depth| first + depth).collect(),
+            // A sequence that begins is as long as it is given. A row behind a cache turns as if it came alone,
+            // so that a draft is verified as plain decoding would have it.
+            reach: match first {
+                0 => vec![depths.iter().max().map_or(0, |depth| depth + 1); new],
+                _ => depths.iter().map(|depth| first + depth + 1).collect(),
+            },
+        };
         let width = target.needs().capture.len() * target.config().hidden_size;
         let mut step = Step {
             states: engine.half(new, width)?,
@@ -125,14 +133,14 @@ impl<E: Engine> TargetDecoder<E> {
                 ancestors: &ancestors,
                 words,
                 window: None,
-                positions: &positions,
+                positions: &places.positions,
             },
         };
         let out = Captured {
             states: step.states.view_mut(),
             final_hidden: Some(step.hidden.view_mut()),
         };
-        target.forward(engine, ids, &positions, attend, out)?;
+        target.forward(engine, ids, &places, attend, out)?;
         self.pending = new;
         Ok(step)
     }
@@ -182,7 +190,14 @@ impl<E: Engine> TargetDecoder<E> {
         let rows = step.hidden.rows();
         let mut logits = engine.float(rows, target.config().vocab_size)?;
         engine.logits(step.hidden(), target.head()?.lm_head(), logits.view_mut())?;
-        Ok(engine.download_float(logits.view())?)
+        let mut logits = engine.download_float(logits.view())?;
+        if let Some(cap) = target.config().final_cap {
+            let cap = cap as f32;
+            for z in &mut logits {
+                *z = cap * (*z / cap).tanh();
+            }
+        }
+        Ok(logits)
     }
 }
 

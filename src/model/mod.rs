@@ -11,10 +11,10 @@ pub mod target;
 pub(crate) mod testing;
 pub mod weights;
 
-pub use config::{Family, TargetConfig};
+pub use config::{Activation, ExpertsConfig, Family, TargetConfig};
 pub use decoder::{Shape, Step, TargetDecoder};
 pub use end_tokens::end_token_ids;
 pub use error::{ModelError, Problems};
-pub use rotary::{Rope, RotaryTables};
+pub use rotary::{Rope, RotaryTables, Scaling, Turns};
 pub use target::{Captured, Target, TargetHead, TargetNeeds};
 pub use weights::TargetFiles;

@@ -110,6 +110,20 @@ impl Made {
         safetensors::serialize_to_file(views, None, &dir.join(file)).unwrap();
     }
 
+    /// Writes the tensors in files of their types: `types` gives that of a name, and its file.
+    pub(crate) fn write_typed(&self, dir: &Path, types: impl Fn(&str) -> Dtype) {
+        let mut map = serde_json::Map::new();
+        for dtype in [Dtype::F32, Dtype::BF16, Dtype::F8_E4M3] {
+            let file = format!("{dtype}.safetensors");
+            self.write_shard(dir, &file, dtype, |name| types(name) == dtype);
+            for name in self.tensors.keys().filter(|name| types(name) == dtype) {
+                map.insert(name.clone(), json!(file));
+            }
+        }
+        let index = json!({ "weight_map": map });
+        std::fs::write(dir.join("model.safetensors.index.json"), index.to_string()).unwrap();
+    }
+
     /// Writes the whole model in one file.
     pub(crate) fn write(&self, dir: &Path) {
         self.write_config(dir);
@@ -123,6 +137,8 @@ fn encode(dtype: Dtype, x: f32) -> Vec<u8> {
         Dtype::F16 => half::f16::from_f32(x).to_le_bytes().to_vec(),
         Dtype::BF16 => half::bf16::from_f32(x).to_le_bytes().to_vec(),
         Dtype::F64 => f64::from(x).to_le_bytes().to_vec(),
+        // A whole number from 0 to 255 as it is: the bits of an 8-bit format.
+        Dtype::F8_E4M3 => vec![x as u8],
         other => panic!("{other} is not written"),
     }
 }

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::{DrafterError, LayerType};
 use crate::model::error::Problems;
-use crate::model::rotary::Rope;
+use crate::model::rotary::{Rope, RopeDefaults, Ropes};
 
 /// Keys of a serving `config.json` that change nothing here.
 const WITHOUT_EFFECT: &[&str] = &[
@@ -110,7 +110,16 @@ impl Fields<'_> {
     /// The base of the rotary frequencies; a drafter has the default type.
     pub(super) fn rope_theta(&self, default: Option<f64>) -> Result<f64, DrafterError> {
         let mut problems = Problems::default();
-        let rope = Rope::resolve(self.0, default, &mut problems);
+        let defaults = RopeDefaults {
+            theta: default,
+            partial: true,
+            positions: 1,
+            ..RopeDefaults::default()
+        };
+        let rope = Ropes::resolve(self.0, defaults, &mut problems).full;
+        if problems.0.is_empty() && rope != Rope::of_theta(rope.theta) {
+            problems.add("a DFlash drafter has the default rotary type over whole heads");
+        }
         if problems.0.is_empty() {
             return Ok(rope.theta);
         }

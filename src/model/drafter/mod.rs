@@ -91,9 +91,7 @@ impl<E: Engine> DrafterModel<E> {
     /// A drafter of this shape with these parameters.
     pub fn new(engine: &E, config: DrafterConfig, params: Params<E>) -> Result<Self, DrafterError> {
         config.validate()?;
-        let rope = Rope {
-            theta: config.rope_theta,
-        };
+        let rope = Rope::of_theta(config.rope_theta);
         Ok(Self {
             rotary: RotaryTables::new(engine, rope, config.head_dim, 0)?,
             config,
