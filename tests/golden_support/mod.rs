@@ -4,6 +4,7 @@
 //! an absent file is skipped aloud.
 
 mod chat;
+mod families;
 
 use std::collections::HashMap;
 use std::io::Write;
