@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{SigHandler, Signal, kill, signal};
 use nix::unistd::Pid;
 use slipstream::control::{
     FromWorker, Loaded, Role, ToWorker, WorkerLink, WorkerName, clean_stale, worker_main,
@@ -29,8 +29,17 @@ fn main() -> ExitCode {
     match std::env::var(PART).as_deref() {
         Ok("launcher") => launcher(),
         Ok(part) => worker(part),
-        Err(_) => drive(),
+        Err(_) => {
+            hang_up(SigHandler::SigDfl);
+            drive()
+        }
     }
+}
+
+/// What SIGHUP does to this process and those that it starts: nohup ignores it, however the tests were started.
+fn hang_up(handler: SigHandler) {
+    // SAFETY: neither the default nor ignoring runs code of ours.
+    unsafe { signal(Signal::SIGHUP, handler) }.expect("SIGHUP may be set");
 }
 
 fn folder() -> PathBuf {
@@ -214,6 +223,9 @@ impl Hooks for Run {
 
 fn launcher() -> ExitCode {
     let folder = folder();
+    if folder.join("nohup").exists() {
+        hang_up(SigHandler::SigIgn);
+    }
     let text = std::env::var(WORKERS).expect("the driver passes it");
     let console = Console::new(false);
     let short = Deadlines {
@@ -659,6 +671,14 @@ fn requests_to_end_are_75() {
     assert!(ended.out.contains("stopped Some(MaxSteps)"));
 }
 
+fn a_launcher_under_nohup_outlives_its_terminal() {
+    let stage = Stage::open_with("trains,trains", &["nohup", "max-steps"]);
+    stage.wait_started().send(Signal::SIGHUP);
+    let ended = stage.end();
+    assert_eq!(ended.code, 0);
+    assert!(ended.out.contains("stopped Some(MaxSteps)"));
+}
+
 fn a_signal_to_every_process_of_the_job_is_an_orderly_stop() {
     for signal in [
         Signal::SIGTERM,
@@ -809,6 +829,7 @@ const TESTS: &[Test] = tests![
     the_second_ctrl_c_stops_now,
     ctrl_c_while_loading_leaves_nothing,
     requests_to_end_are_75,
+    a_launcher_under_nohup_outlives_its_terminal,
     a_signal_to_every_process_of_the_job_is_an_orderly_stop,
     a_sigterm_to_one_worker_ends_it_and_the_run,
     no_worker_survives_a_killed_launcher,
