@@ -58,14 +58,13 @@ fn no_worker_outlives_a_launcher_killed_while_they_train() {
     running.end();
 }
 
-/// Killed over and over, at whatever it is doing, a run still trains each unit once.
-#[test]
-fn a_run_that_is_killed_again_and_again_comes_to_its_end() {
+/// Kills everything in the midst of `kills` saves, each at another moment, resumes each time, and comes to the end.
+fn killed_while_saving(kills: u64, epochs: &str) {
     let scene = Scene::new();
     let run = scene.run("run");
     let more = [
         "--epochs",
-        "6",
+        epochs,
         "--save-every",
         "1",
         "--keep",
@@ -74,16 +73,22 @@ fn a_run_that_is_killed_again_and_again_comes_to_its_end() {
         "0",
     ];
     let mut kept = None;
-    for round in 0..6_u64 {
+    let (mut cut, mut moment) = (0, 1_u64);
+    for _ in 0..kills {
         let resume: &[&str] = if kept.is_some() { &["--resume"] } else { &[] };
         let mut running = scene.start(scene.train(&run, "2:2", &[&more[..], resume].concat()));
         running.wait_for("checkpoint", |_| {
             run.latest().filter(|&step| Some(step) > kept)
         });
-        // Another part of a step each time.
-        std::thread::sleep(Duration::from_millis(7 * round));
-        running.signal(Signal::SIGKILL);
+        running.wait_for("a save", |_| run.is_saving().then_some(()));
+        // A save takes milliseconds: the moments are spread over it, and beyond, by a multiplicative generator.
+        moment = moment * 48_271 % 2_147_483_647;
+        std::thread::sleep(Duration::from_micros(moment % 4_000));
+        for process in scene.processes() {
+            process.signal(Signal::SIGKILL);
+        }
         scene.empties(ORPHANS);
+        cut += u64::from(run.is_saving());
         let ended = running.end();
         if let Some(kept) = kept {
             let told = format!("step-{kept}, after step {kept}");
@@ -97,6 +102,7 @@ fn a_run_that_is_killed_again_and_again_comes_to_its_end() {
         );
         kept = Some(found.checkpoint.state.progress.step);
     }
+    assert!(cut * 4 > kills, "{cut} of {kills} saves were cut short");
     scene.succeeds(scene.train(&run, "2:2", &[&more[..], &["--resume"]].concat()));
     scene.is_clean();
     each_unit_once(&run);
@@ -106,6 +112,19 @@ fn a_run_that_is_killed_again_and_again_comes_to_its_end() {
         3,
         "two checkpoints and the link, no leftovers"
     );
+}
+
+/// Killed over and over while it saves, a run still trains each unit once.
+#[test]
+fn a_run_that_is_killed_again_and_again_comes_to_its_end() {
+    killed_while_saving(6, "8");
+}
+
+/// The same at length: `cargo test --release --test run -- --ignored fifty_saves`.
+#[test]
+#[ignore = "takes minutes"]
+fn fifty_saves_are_cut_short_and_nothing_is_lost() {
+    killed_while_saving(50, "60");
 }
 
 fn a_killed_worker_is_the_cause(name: &str) {

@@ -4,6 +4,7 @@ mod complete;
 mod decode;
 mod full_disk;
 mod killed;
+mod memory;
 mod records;
 mod refused;
 mod repeat;

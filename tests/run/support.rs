@@ -374,6 +374,14 @@ impl Run {
         Some(step.expect("it leads to step-N").parse().expect("a number"))
     }
 
+    /// Whether a checkpoint is being written, under its temporary name.
+    pub fn is_saving(&self) -> bool {
+        let found = fs::read_dir(self.file("checkpoints")).into_iter().flatten();
+        found
+            .flatten()
+            .any(|entry| entry.file_name().to_string_lossy().starts_with(".writing-"))
+    }
+
     /// summary.json.
     pub fn summary(&self) -> Value {
         let text = fs::read_to_string(self.file("summary.json")).expect("summary.json");
