@@ -14,9 +14,9 @@ Each case gets FOLDER/CASE with `model` (config.json and model.safetensors, weig
     decode_final_hidden   [steps, H]            first pass over the others filled
     decode_logits         [steps, V]
 
-and in the metadata `layers`, the layers' numbers, `transformers`, its version, and `first`, the tokens of the first
-pass. tests/families.rs compares with tests/golden/families, or with the folder that FAMILY_GOLDEN_DIR names. Needs
-torch and transformers.
+and in the metadata `layers`, the layers' numbers, `first`, the tokens of the first pass, `transformers`, its version,
+and `bf16`, how far transformers itself is off in the worst row of any of these when it computes in bf16. Tests compare
+with tests/golden/families, or with the folder that FAMILY_GOLDEN_DIR names. Needs torch and transformers.
 """
 import argparse
 import json
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOKENS, FIRST = 24, 12
@@ -109,6 +109,25 @@ def run(model, ids, cache=None):
     return (torch.stack([layer[0] for layer in taken]), finals[0][0], output.logits[0]), output.past_key_values
 
 
+def outputs(model, ids):
+    """All expected tensors of a model that has seen no sequence yet."""
+    whole, _ = run(model, ids)
+    # What a longer sequence leaves behind in the rotary tables must not reach the second run.
+    fresh = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager", experts_implementation="eager")
+    fresh.load_state_dict(model.state_dict())
+    fresh.to(model.dtype).eval()
+    _, cache = run(fresh, ids[:FIRST])
+    steps = []
+    for at in range(FIRST, TOKENS):
+        step, cache = run(fresh, ids[at:at + 1], cache)
+        steps.append(step)
+    keys = ["layer_outputs", "final_hidden", "logits"]
+    tensors = dict(zip(keys, whole))
+    for i, key in enumerate(keys):
+        tensors[f"decode_{key}"] = torch.cat([step[i] for step in steps], dim=1 if i == 0 else 0)
+    return tensors
+
+
 def flatten(path):
     """Rewrites the rotary fields of a config.json as they were before `rope_parameters`."""
     config = json.loads(path.read_text())
@@ -126,29 +145,21 @@ def write(name, folder):
     torch.manual_seed(zlib.crc32(name.encode()))
     model = make(kind, fields)
     ids = torch.randint(model.config.vocab_size, (TOKENS,))
-    whole, _ = run(model, ids)
-    # What a longer sequence leaves behind in the rotary tables must not reach the second run.
-    fresh = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager", experts_implementation="eager")
-    fresh.load_state_dict(model.state_dict())
-    fresh.eval()
-    _, cache = run(fresh, ids[:FIRST])
-    steps = []
-    for at in range(FIRST, TOKENS):
-        step, cache = run(fresh, ids[at:at + 1], cache)
-        steps.append(step)
-    tensors = dict(zip(["layer_outputs", "final_hidden", "logits"], whole), ids=ids)
-    for i, key in enumerate(["layer_outputs", "final_hidden", "logits"]):
-        tensors[f"decode_{key}"] = torch.cat([step[i] for step in steps], dim=1 if i == 0 else 0)
+    tensors = outputs(model, ids)
+    model.to(torch.bfloat16)
+    half = outputs(model, ids)
+    off = max(((half[key].float() - x).norm(dim=-1) / x.norm(dim=-1)).max().item() for key, x in tensors.items())
+    tensors["ids"] = ids
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
     (folder / "model" / "generation_config.json").unlink(missing_ok=True)
     if name in FLAT:
         flatten(folder / "model" / "config.json")
     save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "expected.safetensors",
-              metadata={"layers": json.dumps(list(range(model.config.num_hidden_layers))), "first": str(FIRST),
+              metadata={"layers": json.dumps(list(range(model.config.num_hidden_layers))), "first": str(FIRST), "bf16": f"{off:.1e}",
                         "transformers": transformers.__version__})
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{name}: {size / 1024:.0f} KiB, {len(load_file(folder / 'model' / 'model.safetensors'))} tensors")
+    print(f"{name}: {size / 1024:.0f} KiB; transformers is off by {off:.1e} in bf16")
 
 
 def main():
