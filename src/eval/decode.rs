@@ -228,12 +228,8 @@ impl<'a, E: Engine> Decoder<'a, E> {
         let step = self.pass(prompt, Shape::Chain)?;
         self.cache
             .keep(self.engine, &(0..prompt.len()).collect::<Vec<_>>())?;
-        let vocabulary = self.target.config().vocab_size;
-        let mut logits = self.engine.float(1, vocabulary)?;
         let hidden = step.hidden().row_range(last, last + 1);
-        let head = self.target.head()?.lm_head();
-        self.engine.logits(hidden, head, logits.view_mut())?;
-        let logits = self.engine.download_float(logits.view())?;
+        let logits = self.target.logits(self.engine, hidden)?;
         Ok((step, logits))
     }
 

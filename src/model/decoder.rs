@@ -187,17 +187,7 @@ impl<E: Engine> TargetDecoder<E> {
         target: &Target<E>,
         step: &Step<E>,
     ) -> Result<Vec<f32>, ModelError> {
-        let rows = step.hidden.rows();
-        let mut logits = engine.float(rows, target.config().vocab_size)?;
-        engine.logits(step.hidden(), target.head()?.lm_head(), logits.view_mut())?;
-        let mut logits = engine.download_float(logits.view())?;
-        if let Some(cap) = target.config().final_cap {
-            let cap = cap as f32;
-            for z in &mut logits {
-                *z = cap * (*z / cap).tanh();
-            }
-        }
-        Ok(logits)
+        target.logits(engine, step.hidden())
     }
 }
 

@@ -1,7 +1,7 @@
 //! A target's `config.json` as Hugging Face writes it.
 //!
 //! Parsed once into what the forward pass needs; whatever would change its arithmetic and is not implemented
-//! is refused, all problems of a file at once. [`family`] is the table of what the families differ in.
+//! is refused, all problems of a file at once. `family.rs` is the table of what the families differ in.
 
 mod family;
 mod fields;

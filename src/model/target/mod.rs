@@ -38,7 +38,8 @@ impl TargetNeeds {
     }
 }
 
-/// The embedding and the head alone, as a drafter needs them.
+/// The embedding and the head alone, as a drafter needs them and as the files hold them: what a family does to
+/// embeddings and logits belongs to the target's own forward pass.
 pub struct TargetHead<E: Engine> {
     embedding: Half<E>,
     lm_head: Option<Half<E>>,
@@ -167,6 +168,23 @@ impl<E: Engine> Target<E> {
                 "was loaded without its head".to_string(),
             ))
         }
+    }
+
+    /// `[rows, V]` logits of hidden states after the final norm, on the host.
+    ///
+    /// # Errors
+    /// A target that was loaded without its head, or the engine's.
+    pub fn logits(&self, engine: &E, hidden: HalfView<'_, E>) -> Result<Vec<f32>, ModelError> {
+        let mut logits = engine.float(hidden.rows, self.config.vocab_size)?;
+        engine.logits(hidden, self.head()?.lm_head(), logits.view_mut())?;
+        let mut logits = engine.download_float(logits.view())?;
+        if let Some(cap) = self.config.final_cap {
+            let cap = cap as f32;
+            for z in &mut logits {
+                *z = cap * (*z / cap).tanh();
+            }
+        }
+        Ok(logits)
     }
 
     /// Makes room for documents of up to `positions` tokens, so that no prefill has to.
