@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use super::checkpoints::find;
+use super::hub::{Hub, HubName};
 use super::options::EvalOptions;
 use super::places::machine_threads;
 use super::plan::Plan;
@@ -16,6 +17,7 @@ use crate::eval::decode::{Choice, DecodeError, Decoder, Draft, Limits};
 use crate::eval::report::{EvalReport, figures, plain_figures, resolution};
 use crate::model::drafter::DrafterModel;
 use crate::model::{Target, TargetFiles, TargetNeeds, end_token_ids};
+use crate::monitor::console::Console;
 use crate::train::export::{load_serving, read_provenance};
 
 /// Evaluates; returns the launcher's exit code: 1 when greedy output is not the target's own.
@@ -131,7 +133,12 @@ fn decode<E: Engine>(
 /// The target: given, or the one of the run that made the checkpoint.
 fn target_dir(options: &EvalOptions, plan: Option<&Plan>) -> Result<PathBuf, Refusal> {
     if let Some(given) = &options.target_model {
-        return Ok(given.clone());
+        let Some(name) = HubName::parse(given) else {
+            return Ok(given.clone());
+        };
+        let console = Console::new(options.quiet);
+        let fetched = Hub::from_env()?.fetch(&name, &|line| console.line(line))?;
+        return Ok(fetched.dir);
     }
     let Some(plan) = plan else {
         return Err(Refusal(vec![

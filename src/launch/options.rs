@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::flags::{Mistake, Values};
+use super::hub::HubName;
 use super::places::parse_gpus;
 use crate::control::{Role, WorkerName};
 use crate::train::options::{LossOptions, OptimizerOptions, Schedule};
@@ -392,6 +393,7 @@ impl Options {
         self.target
             .model
             .iter()
+            .filter(|path| HubName::parse(path).is_none())
             .for_each(|path| directory("target-model", path));
         self.drafter
             .init_from

@@ -121,6 +121,9 @@ impl TemplatePlan {
 pub struct TargetPlan {
     /// Its directory; `None` is the demo model.
     pub model: Option<PathBuf>,
+    /// Name and commit of a model that came from a hub, `owner/name@commit`.
+    #[serde(default)]
+    pub hub: Option<String>,
     /// Hash of its config and weights.
     pub fingerprint: String,
     /// The embedding is the head where nothing says that they are tied.
@@ -226,6 +229,8 @@ pub struct Facts {
     pub template: String,
     /// Hash of the target's config and weights.
     pub target: String,
+    /// Name and commit of a target that came from a hub.
+    pub hub: Option<String>,
     /// Hash of the whole of the drafter's config.json.
     pub drafter: String,
     /// L.
@@ -261,11 +266,12 @@ const HASHED: [&str; 10] = [
 ];
 
 /// Inside these parts, what only says where something lies or how it began.
-const PLACES_ONLY: [&str; 6] = [
+const PLACES_ONLY: [&str; 7] = [
     "data.files",
     "data.eval_files",
     "template.file",
     "target.model",
+    "target.hub",
     "drafter.config_file",
     "drafter.init_from",
 ];
@@ -295,6 +301,7 @@ impl Plan {
             },
             target: TargetPlan {
                 model: options.target.model.clone(),
+                hub: facts.hub,
                 fingerprint: facts.target,
                 assume_tied: options.target.assume_tied,
             },
@@ -485,6 +492,7 @@ pub(crate) mod tests {
             data: "d".to_owned(),
             template: "t".to_owned(),
             target: "m".to_owned(),
+            hub: None,
             drafter: "c".to_owned(),
             layers: options.drafter.layers.unwrap(),
             block_size: options.drafter.block_size.unwrap(),
@@ -558,6 +566,7 @@ pub(crate) mod tests {
         }
         let mut moved = base.clone();
         moved.target.model = Some("elsewhere".into());
+        moved.target.hub = Some("some-lab/model@0123".into());
         moved.data.files = vec!["there.jsonl".into()];
         assert_eq!(moved.hash(), base.hash());
         let mut other = base.clone();

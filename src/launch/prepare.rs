@@ -11,12 +11,13 @@ use super::options::Options;
 use super::output::{Existing, OutputDir, OutputError, cut_after_step};
 use super::places::{self, CostModel, Device, Place, RoleCost};
 use super::plan::{Facts, Plan};
+use super::sources::{self, Sources};
 use crate::control::Role;
 use crate::data::split::SplitOptions;
 use crate::data::units::{PackLimits, write_units};
 use crate::data::{
     self, DataError, DataReport, MaskTokenRequest, ModelVocabulary, PrepareRequest,
-    Prepared as TokenisedSet, Progress, TextOptions, Workload, WorkloadSpec, demo,
+    Prepared as TokenisedSet, Progress, TextOptions, Workload, WorkloadSpec,
 };
 use crate::model::drafter::{DraftOptions, DrafterConfig, ParamLayout};
 use crate::model::{TargetConfig, TargetFiles, end_token_ids};
@@ -111,16 +112,18 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         (_, true) => Existing::Overwrite,
         _ => Existing::Refuse,
     };
-    let source = sources(options)?;
+    if !problems.is_empty() {
+        problems.dedup();
+        return Err(Refusal(problems));
+    }
+    let source = Sources::find(options, console)?;
     let requests = requests(options, &source);
-    if problems.is_empty() {
-        let problem = |error: &data::DataError| error.to_string();
-        for request in &requests {
-            problems.extend(data::check(request).iter().map(problem));
-        }
-        if let Err(error) = TargetFiles::open(&source.model, options.target.assume_tied) {
-            problems.push(error.to_string());
-        }
+    for request in &requests {
+        problems.extend(data::check(request).iter().map(ToString::to_string));
+    }
+    match TargetFiles::open(&source.model, options.target.assume_tied) {
+        Err(error) => problems.push(error.to_string()),
+        Ok(files) => problems.extend(sources::unsupported(&options.loss, files.config())),
     }
     problems.dedup();
     if !problems.is_empty() {
@@ -201,6 +204,9 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     let on_gpus = places
         .iter()
         .any(|place| matches!(place.device, Device::Gpu { .. }));
+    if on_gpus {
+        sources::check_on_gpus(&source, target)?;
+    }
     let per_step = units_per_step(
         work.units.iter().map(|unit| unit.anchors),
         options.training.epochs,
@@ -230,11 +236,12 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         });
     let config = drafter.to_json("bfloat16").to_string();
     let plan = Plan::new(
-        &with_absolute_paths(options),
+        &with_absolute_paths(options, &source),
         Facts {
             data: fingerprint(&all),
             template: template_hash.clone(),
             target: target_hash.clone(),
+            hub: source.hub.clone(),
             drafter: blake3::hash(config.as_bytes()).to_string(),
             layers: drafter.num_hidden_layers,
             block_size: drafter.block_size,
@@ -367,31 +374,12 @@ fn choose_places(options: &Options, cost: RoleCost) -> Result<Vec<Place>, Refusa
         .map_err(|what| refuse(format!("--split: {what}")))
 }
 
-/// Where model and conversations lie.
-struct Sources {
-    model: PathBuf,
-    data: Vec<PathBuf>,
-}
-
-/// The demo's are written to the cache, since they are part of this program.
-fn sources(options: &Options) -> Result<Sources, Refusal> {
-    let mut data = options.data.files.clone();
-    let model = match &options.target.model {
-        Some(model) => model.clone(),
-        None => {
-            let demo = demo::write(&data::default_cache_dir().join("demo"))?;
-            if data.is_empty() {
-                data.push(demo.data);
-            }
-            demo.model_dir
-        }
-    };
-    Ok(Sources { model, data })
-}
-
 /// The plan is also read from elsewhere, by `launcher eval` for one.
-fn with_absolute_paths(options: &Options) -> Options {
+fn with_absolute_paths(options: &Options, source: &Sources) -> Options {
     let mut options = options.clone();
+    if source.hub.is_some() {
+        options.target.model = Some(source.model.clone());
+    }
     let lists = [&mut options.data.files, &mut options.data.eval_files];
     let single = [
         &mut options.target.model,

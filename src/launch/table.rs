@@ -60,10 +60,10 @@ pub static TRAIN: &[Group] = &[
         flags: &[
             Flag::new(
                 "target-model",
-                "DIR",
+                "DIR|REPO",
                 Kind::Text,
                 Later("the built-in demo model, if no data is given either"),
-                "The frozen model: a Hugging Face directory",
+                "The frozen model: a Hugging Face directory, or a name such as Qwen/Qwen3-8B or owner/name@revision, fetched into the cache of Hugging Face's tools",
             ),
             Flag::new(
                 "chat-template",
@@ -476,7 +476,7 @@ pub static EVAL: &[Group] = &[Group {
     flags: &[
         Flag::new(
             "target-model",
-            "DIR",
+            "DIR|REPO",
             Kind::Text,
             Later("the run's"),
             "The frozen model",

@@ -3,6 +3,7 @@
 mod complete;
 mod decode;
 mod full_disk;
+mod hub;
 mod killed;
 mod memory;
 mod records;
