@@ -31,6 +31,9 @@ const TIMED_WORK: f64 = 2e11;
 /// Timed rounds over all proposals, after one to warm up.
 const ROUNDS: usize = 5;
 
+/// What a kept choice was made among; another text makes all choices anew.
+const CHOICE: &str = "parts summed in float32";
+
 /// Used where cuBLASLt has no algorithm, as for odd row strides.
 const PLAIN: Program = Program {
     file: "gemm_plain.cu",
@@ -309,6 +312,8 @@ impl Gemms {
             unsafe { lt::set_matmul_pref_attribute(preference, attribute, value, size) }
         };
         let workspace = WORKSPACE as u64;
+        // Parts of a sum that was split are added in float32, not in the result's type.
+        let reduction = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         let mut found = Vec::with_capacity(count);
         let mut given = 0;
         let result = set(
@@ -318,6 +323,7 @@ impl Gemms {
         )
         .and_then(|()| {
             for (attribute, value) in [
+                (P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reduction),
                 (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a),
                 (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b),
                 (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
@@ -407,7 +413,7 @@ impl Gemms {
             return Ok(*choice);
         }
         let file = self.cache.as_ref().map(|folder| {
-            let hash = blake3::hash(format!("{key:?}").as_bytes()).to_hex();
+            let hash = blake3::hash(format!("{CHOICE} {key:?}").as_bytes()).to_hex();
             folder.join(format!("{}.json", &hash[..24]))
         });
         let kept: Option<Kept> = file
@@ -433,7 +439,8 @@ impl Gemms {
         Ok(choice)
     }
 
-    /// Times the proposals in rotation, on the real inputs, into a scratch result.
+    /// Times the proposals in rotation, on the real inputs: into the result, which is computed after this, or where
+    /// that already holds something, into scratch memory.
     fn measure(
         &self,
         gemm: &Gemm,
@@ -444,13 +451,21 @@ impl Gemms {
         let Some(first) = proposals.first() else {
             return Ok(None);
         };
-        let width = if gemm.float { 1 } else { 2 };
-        let words = (gemm.out.rows * gemm.out.stride.max(gemm.out.cols)).div_ceil(width);
-        let scratch: Buffer<u32> = Buffer::new(&self.device, words, "timing matrix products")?;
-        // SAFETY: the buffer holds the words.
-        self.device.check("clearing", unsafe {
-            driver::cuMemsetD32Async(scratch.address(), 0, words, self.device.compute)
-        })?;
+        let scratch = match gemm.accumulate {
+            false => None,
+            true => {
+                let width = if gemm.float { 1 } else { 2 };
+                let words = (gemm.out.rows * gemm.out.stride.max(gemm.out.cols)).div_ceil(width);
+                let scratch: Buffer<u32> =
+                    Buffer::new(&self.device, words, "timing matrix products")?;
+                // SAFETY: the buffer holds the words.
+                self.device.check("clearing", unsafe {
+                    driver::cuMemsetD32Async(scratch.address(), 0, words, self.device.compute)
+                })?;
+                Some(scratch)
+            }
+        };
+        let out = scratch.as_ref().map_or(gemm.out.ptr, Buffer::address);
         let timer = Timer::new(&self.device)?;
         let repeats = (TIMED_WORK / gemm.operations()).ceil().min(20.0) as usize;
         let mut times = vec![Vec::with_capacity(ROUNDS); proposals.len()];
@@ -458,7 +473,7 @@ impl Gemms {
             for (proposal, times) in proposals.iter().zip(&mut times) {
                 timer.start()?;
                 let done = (0..repeats)
-                    .try_for_each(|_| self.multiply(gemm, plan, &proposal.algo, scratch.address()));
+                    .try_for_each(|_| self.multiply(gemm, plan, &proposal.algo, out));
                 let elapsed = timer.stop()?;
                 if done.is_ok() && round > 0 {
                     times.push(elapsed / repeats as f32);
