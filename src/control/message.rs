@@ -202,6 +202,11 @@ pub enum FromWorker {
     Warning(String),
     /// It cannot go on; it exits after this.
     Failed(String),
+    /// Memory of its GPU, when its work is done.
+    DeviceMemory {
+        /// The most that its tensors held at a time, in bytes.
+        peak: u64,
+    },
     /// All its work is done; it exits with 0 after this.
     Done {
         /// Largest resident memory it had, in bytes.

@@ -316,6 +316,14 @@ pub trait Engine: Sized + 'static {
     /// The device in words, for messages.
     fn name(&self) -> &str;
 
+    /// The most bytes of its device's memory that tensors held at a time; none where the device is the host.
+    ///
+    /// # Errors
+    /// When the driver refuses to say.
+    fn peak_memory(&self) -> Result<Option<u64>, EngineError> {
+        Ok(None)
+    }
+
     // Memory.
 
     /// An uninitialised `[rows, cols]` matrix from the pool.

@@ -7,6 +7,7 @@ pub mod export;
 pub mod flags;
 pub mod gpus;
 pub mod hub;
+pub mod memory;
 pub mod options;
 pub mod output;
 pub mod places;

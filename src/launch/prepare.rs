@@ -6,7 +6,8 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::gpus;
+use super::gpus::{self, Gpu};
+use super::memory::{self, Estimate};
 use super::options::Options;
 use super::output::{Existing, OutputDir, OutputError, cut_after_step};
 use super::places::{self, CostModel, Device, Place, RoleCost};
@@ -25,6 +26,7 @@ use crate::monitor::console::Console;
 use crate::shm::{Dtype, Geometry, LedgerImage, units_per_step};
 use crate::train::checkpoint::newest_checkpoint;
 use crate::worker::drafter::reduce_floats;
+use crate::worker::target::units_at_once;
 use crate::worker::{Replay, Saving, Start, WorkerPlan};
 
 /// Bytes of a piece of state on its way to a drafter that joins.
@@ -54,6 +56,8 @@ pub struct Prepared {
     pub work: Workload,
     /// Its shared memory.
     pub geometry: Geometry,
+    /// Memory that workers on GPUs will take.
+    pub estimate: Estimate,
     /// What the data held.
     pub report: DataReport,
     /// The ledger to go on from.
@@ -193,7 +197,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     };
     let work = Workload::open(&spec)?;
 
-    let places = choose_places(options, predicted_cost(target, &drafter, &work))?;
+    let (places, visible) = choose_places(options, predicted_cost(target, &drafter, &work))?;
     let count = |role| {
         places
             .iter()
@@ -283,6 +287,20 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         first_step: first_step + 1,
     };
     geometry.check()?;
+    let at_once = units_at_once(options.ring.prefill_tokens, &geometry) as u64;
+    let estimate = memory::Load {
+        target,
+        drafter: &drafter,
+        soft_labels: options.loss.use_soft_labels,
+        prefill_tokens: at_once * u64::from(work.units.max_tokens()),
+        unit_tokens: u64::from(work.units.max_tokens()),
+        unit_anchors: u64::from(work.units.max_anchors()),
+    }
+    .estimate();
+    let problems = estimate.problems(&plan.places, &visible);
+    if !problems.is_empty() {
+        return Err(Refusal(problems));
+    }
     let worker = WorkerPlan {
         seat: 0,
         incarnation: 1,
@@ -321,6 +339,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         worker,
         work,
         geometry,
+        estimate,
         report,
         ledger,
         first_step,
@@ -328,13 +347,15 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     })
 }
 
-/// The GPUs that were asked for, or all visible ones; CPUs where there are none, or where they were asked for.
-fn choose_places(options: &Options, cost: RoleCost) -> Result<Vec<Place>, Refusal> {
+/// The GPUs that were asked for, or all visible ones; CPUs where there are none, or where they were asked for. With
+/// the places, all visible GPUs, or none if CPUs are used.
+fn choose_places(options: &Options, cost: RoleCost) -> Result<(Vec<Place>, Vec<Gpu>), Refusal> {
     let wanted = &options.places;
     let refuse = |what: String| Refusal(vec![what]);
     let cpu = || {
         let (targets, drafters) = wanted.cpu;
-        places::cpu_places(places::machine_threads(), targets, drafters, cost)
+        let places = places::cpu_places(places::machine_threads(), targets, drafters, cost);
+        (places, Vec::new())
     };
     if wanted.cpu_given {
         return Ok(cpu());
@@ -370,8 +391,9 @@ fn choose_places(options: &Options, cost: RoleCost) -> Result<Vec<Place>, Refusa
     let (targets, drafters) = wanted
         .split
         .unwrap_or_else(|| places::default_split(chosen.len()));
-    places::gpu_places(&chosen, targets, drafters)
-        .map_err(|what| refuse(format!("--split: {what}")))
+    let places = places::gpu_places(&chosen, targets, drafters)
+        .map_err(|what| refuse(format!("--split: {what}")))?;
+    Ok((places, visible))
 }
 
 /// The plan is also read from elsewhere, by `launcher eval` for one.

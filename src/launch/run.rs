@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::gpus;
+use super::memory::{Estimate, gib};
 use super::options::Options;
 use super::output::{JsonLines, OutputDir, OutputError, RunFile};
 use super::places::{Device, Place};
@@ -156,6 +157,9 @@ fn introduce(prepared: &Prepared, console: &Console) {
         geometry.slot_tokens,
         geometry.eval_units,
     ));
+    for line in prepared.estimate.lines(&prepared.plan.places) {
+        console.line(&line);
+    }
 }
 
 fn held_out_documents(prepared: &Prepared) -> u64 {
@@ -199,6 +203,9 @@ struct Run<'a> {
     tokens: u64,
     stopping: bool,
     checkpoint: Option<PathBuf>,
+    /// Most bytes of tensors that workers on GPUs held.
+    device_peaks: BTreeMap<WorkerId, u64>,
+    estimate: Estimate,
 }
 
 impl<'a> Run<'a> {
@@ -242,6 +249,8 @@ impl<'a> Run<'a> {
             anchors_by_unit: &prepared.work,
             held_out: held_out_documents(prepared),
             live: LiveLine::new(console.clone()),
+            device_peaks: BTreeMap::new(),
+            estimate: prepared.estimate,
             looks: VecDeque::new(),
             parameters: BTreeMap::new(),
             evaluations: BTreeMap::new(),
@@ -447,11 +456,7 @@ impl<'a> Run<'a> {
             accepted_length,
             restarts: 0,
             quarantined: Vec::new(),
-            peak_memory: ended
-                .peak_memory
-                .iter()
-                .map(|(name, bytes)| (name.to_string(), *bytes))
-                .collect(),
+            peak_memory: self.peak_memory(&ended.peak_memory),
             checkpoint: self.checkpoint.take(),
             root_cause: failure.map(Into::into),
         };
@@ -478,6 +483,18 @@ impl<'a> Run<'a> {
         Ok(ended.exit_code())
     }
 
+    /// Of each worker: what its tensors took of the GPU, where it had one, else resident memory.
+    fn peak_memory(&self, resident: &[(WorkerName, u64)]) -> BTreeMap<String, u64> {
+        let mut peaks: BTreeMap<String, u64> = resident
+            .iter()
+            .map(|(name, bytes)| (name.to_string(), *bytes))
+            .collect();
+        for (&worker, &peak) in &self.device_peaks {
+            peaks.insert(self.names[worker].to_string(), peak);
+        }
+        peaks
+    }
+
     fn farewell(&self, summary: &Summary, stopped: Option<StopWhy>) {
         let how = match (summary.outcome, stopped) {
             (Outcome::Complete, _) => "complete".to_owned(),
@@ -492,6 +509,14 @@ impl<'a> Run<'a> {
             summary.tokens,
             duration(summary.wall_s)
         ));
+        for (&worker, &peak) in &self.device_peaks {
+            let name = self.names[worker];
+            self.console.line(&format!(
+                "{name}: {} of GPU memory at most, {} estimated",
+                gib(peak),
+                gib(self.estimate.of(name.role)),
+            ));
+        }
         if let AcceptedLength {
             before: Some(before),
             after: Some(after),
@@ -541,6 +566,9 @@ impl Hooks for Run<'_> {
             FromWorker::CheckpointSaved { step, path } => {
                 tracing::info!("checkpoint of step {step}: {}", path.display());
                 self.checkpoint = Some(path);
+            }
+            FromWorker::DeviceMemory { peak } => {
+                self.device_peaks.insert(worker, peak);
             }
             FromWorker::Warning(what) => {
                 self.console

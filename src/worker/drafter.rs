@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::held_out::evaluate;
 use super::slot::{copy_in, register};
-use super::{Replay, Start, WorkerError, WorkerPlan};
+use super::{Replay, Start, WorkerError, WorkerPlan, report_memory};
 use crate::collective::{Collective, SharedMemory};
 use crate::control::{FromWorker, Loaded, Reporter, StepReport, WorkerLink};
 use crate::data::Workload;
@@ -64,7 +64,8 @@ fn play<E: Engine>(link: &WorkerLink, plan: WorkerPlan, engine: &E) -> Result<()
     if !link.wait_start()? {
         return Ok(trainer.seat.leave()?);
     }
-    trainer.run()
+    trainer.run()?;
+    report_memory(engine, &reporter)
 }
 
 /// What a step adds up to on this drafter.

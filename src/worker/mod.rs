@@ -8,8 +8,19 @@ mod error;
 mod held_out;
 mod plan;
 mod replay;
-mod slot;
+pub mod slot;
 pub mod target;
+
+use crate::control::{FromWorker, Reporter};
+use crate::engine::Engine;
+
+/// Tells the launcher what was taken of the device.
+fn report_memory<E: Engine>(engine: &E, reporter: &Reporter) -> Result<(), WorkerError> {
+    if let Some(peak) = engine.peak_memory()? {
+        reporter.send(FromWorker::DeviceMemory { peak })?;
+    }
+    Ok(())
+}
 
 pub use error::WorkerError;
 pub use plan::{Saving, Start, WorkerPlan};

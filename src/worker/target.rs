@@ -1,22 +1,19 @@
 //! The target worker: leases units, prefills several at once, and publishes each in a slot.
 
 use std::rc::Rc;
-use std::time::Duration;
 
-use super::slot::{captured_mut, final_hidden_mut, register};
-use super::{WorkerError, WorkerPlan};
+use super::slot::{States, fill, register};
+use super::{WorkerError, WorkerPlan, report_memory};
 use crate::control::{Loaded, WorkerLink};
 use crate::data::{Document, Workload};
 use crate::engine::cpu::Cpu;
 use crate::engine::cuda::Cuda;
-use crate::engine::{Engine, Half, Queue};
+use crate::engine::{Engine, Queue};
 use crate::launch::process;
 use crate::model::drafter::DrafterConfig;
 use crate::model::{Captured, Target as Model, TargetFiles, TargetNeeds};
-use crate::shm::{Activity, Claim, Filling, Lease, Next, RunId, Segment, Target, UnitInfo};
+use crate::shm::{Activity, Claim, Geometry, Lease, Next, RunId, Segment, Target, UnitInfo};
 
-/// Longest copy of one slot.
-const COPY_DEADLINE: Duration = Duration::from_secs(60);
 /// Units with non-finite hidden states that are tolerated: one in this many.
 const BAD_STATES_SHARE: u64 = 1000;
 
@@ -45,15 +42,15 @@ fn play<E: Engine>(link: &WorkerLink, plan: &WorkerPlan, engine: &E) -> Result<(
         worker.run()?;
     }
     worker.seat.leave();
-    Ok(())
+    report_memory(engine, &reporter)
 }
 
-/// What one forward captured.
-struct States<E: Engine> {
-    /// `[tokens, K * H]` captured layers.
-    captured: Half<E>,
-    /// `[tokens, H]` final hidden states, with soft labels.
-    last: Option<Half<E>>,
+/// Units of one forward: those that fit `prefill_tokens`, and no more than a target's share of the ring, or drafters
+/// would wait for units that wait for slots.
+pub fn units_at_once(prefill_tokens: usize, geometry: &Geometry) -> usize {
+    let share = (geometry.slots / (2 * geometry.targets)).max(1) as usize;
+    let fit = prefill_tokens / geometry.slot_tokens.max(1) as usize;
+    fit.clamp(1, share)
 }
 
 struct Prefiller<'a, E: Engine> {
@@ -84,16 +81,12 @@ impl<'a, E: Engine> Prefiller<'a, E> {
         let files = TargetFiles::open(&plan.target, plan.assume_tied)?;
         let mut model = Model::load(engine, &files, needs)?;
         model.reserve(engine, work.slot_tokens() as usize)?;
-        let geometry = segment.geometry();
-        // No more than this target's share of the ring, or drafters would wait for units that wait for slots.
-        let share = (geometry.slots / (2 * geometry.targets)).max(1) as usize;
-        let fit = plan.prefill_tokens / geometry.slot_tokens.max(1) as usize;
         Ok(Self {
             engine,
             model,
             work: Rc::new(work),
             seat,
-            batch: fit.clamp(1, share),
+            batch: units_at_once(plan.prefill_tokens, segment.geometry()),
             prefilled: 0,
             bad: 0,
         })
@@ -128,7 +121,7 @@ impl<'a, E: Engine> Prefiller<'a, E> {
         let (needs, hidden) = (self.model.needs(), self.model.config().hidden_size);
         let mut states = States {
             captured: self.engine.half(ids.len(), needs.capture.len() * hidden)?,
-            last: match needs.final_hidden {
+            teacher: match needs.final_hidden {
                 true => Some(self.engine.half(ids.len(), hidden)?),
                 false => None,
             },
@@ -138,7 +131,7 @@ impl<'a, E: Engine> Prefiller<'a, E> {
             let _doing = self.seat.live().during(Activity::Prefill, first);
             let out = Captured {
                 states: states.captured.view_mut(),
-                final_hidden: states.last.as_mut().map(|last| last.view_mut()),
+                final_hidden: states.teacher.as_mut().map(|last| last.view_mut()),
             };
             self.model.prefill(self.engine, &ids, &offsets, out)?;
         }
@@ -200,35 +193,4 @@ fn documents<'w>(work: &'w Workload, lease: &Lease) -> Vec<Document<'w>> {
         true => work.eval_documents(lease.unit()).collect(),
         false => work.documents(lease.unit()).collect(),
     }
-}
-
-/// Writes a unit into its slot; returns when the copies are complete.
-fn fill<E: Engine>(
-    engine: &E,
-    states: &States<E>,
-    (begin, end): (usize, usize),
-    documents: &[Document<'_>],
-    slot: &mut Filling,
-) -> Result<(), WorkerError> {
-    let hidden = states.captured.rows_view(begin, end);
-    // SAFETY: the slot holds that many tokens, is ours until it is published, and the event is awaited below.
-    unsafe { engine.copy_out(hidden, captured_mut::<E>(slot)?)? };
-    if let Some(last) = &states.last {
-        let last = last.rows_view(begin, end);
-        // SAFETY: as above.
-        unsafe { engine.copy_out(last, final_hidden_mut::<E>(slot)?)? };
-    }
-    let copied = engine.record(Queue::CopyOut)?;
-    let mut at = 0;
-    slot.offsets()[0] = 0;
-    for (number, document) in documents.iter().enumerate() {
-        let next = at + document.ids.len();
-        slot.ids()[at..next].copy_from_slice(document.ids);
-        slot.mask()[at..next].copy_from_slice(document.mask);
-        slot.offsets()[number + 1] = next as u32;
-        slot.rows()[number] = document.row as u32;
-        at = next;
-    }
-    engine.finish(&copied, COPY_DEADLINE)?;
-    Ok(())
 }

@@ -169,6 +169,10 @@ impl Engine for Cuda {
         &self.device.name
     }
 
+    fn peak_memory(&self) -> Result<Option<u64>, EngineError> {
+        Ok(Some(self.memory_use()?.peak))
+    }
+
     fn half(&self, rows: usize, cols: usize) -> Result<Half<Self>, EngineError> {
         let buffer = Buffer::new(&self.device, rows * cols, "a bf16 matrix")?;
         Ok(Tensor::new(buffer, rows, cols))
