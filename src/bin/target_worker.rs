@@ -3,16 +3,18 @@
 use std::process::ExitCode;
 
 use slipstream::control::{Role, worker_main};
-use slipstream::launch::gpus;
+use slipstream::launch::{evaluate, gpus};
 use slipstream::worker;
 
 fn main() -> ExitCode {
-    if std::env::args_os()
-        .nth(1)
-        .is_some_and(|word| word == gpus::ARGUMENT)
-    {
-        println!("{}", gpus::report());
-        return ExitCode::SUCCESS;
+    let mut words = std::env::args_os().skip(1);
+    match words.next() {
+        Some(word) if word == gpus::ARGUMENT => {
+            println!("{}", gpus::report());
+            return ExitCode::SUCCESS;
+        }
+        Some(word) if word == gpus::AGAIN => return ExitCode::from(evaluate::on_gpu(words)),
+        _ => {}
     }
     worker_main(Role::Target, worker::target::run)
 }

@@ -1,9 +1,12 @@
 //! `launcher eval`: decodes held-out prompts with a trained drafter.
 
+use std::ffi::OsString;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use super::checkpoints::find;
+use super::cli::{self, Invocation};
+use super::gpus;
 use super::hub::{Hub, HubName};
 use super::options::EvalOptions;
 use super::places::machine_threads;
@@ -13,6 +16,7 @@ use crate::data::split::{self, SplitOptions};
 use crate::data::{self, PrepareRequest, TextOptions, TokenSet, demo};
 use crate::engine::Engine;
 use crate::engine::cpu::Cpu;
+use crate::engine::cuda::Cuda;
 use crate::eval::decode::{Choice, DecodeError, Decoder, Draft, Limits};
 use crate::eval::report::{EvalReport, figures, plain_figures, resolution};
 use crate::model::drafter::DrafterModel;
@@ -20,9 +24,35 @@ use crate::model::{Target, TargetFiles, TargetNeeds, end_token_ids};
 use crate::monitor::console::Console;
 use crate::train::export::{load_serving, read_provenance};
 
-/// Evaluates; returns the launcher's exit code: 1 when greedy output is not the target's own.
+/// Evaluates; returns the launcher's exit code: 1 when greedy output is not the target's own. On a GPU a child
+/// does it: this process never loads CUDA.
 pub fn evaluate(options: &EvalOptions) -> u8 {
-    match run(options) {
+    let done = gpus::one(options.gpu, options.cpu).and_then(|gpu| match gpu {
+        Some(gpu) => gpus::again(gpu),
+        None => Ok(evaluate_on(options, None)),
+    });
+    done.unwrap_or_else(|what| {
+        eprintln!("error: {what}");
+        2
+    })
+}
+
+/// The child's part: `words` are the GPU and the launcher's own arguments.
+pub fn on_gpu(mut words: impl Iterator<Item = OsString>) -> u8 {
+    let gpu = words.next().and_then(|word| word.to_str()?.parse().ok());
+    let launcher = std::iter::once(OsString::from("launcher"));
+    match (gpu, cli::parse(launcher.chain(words))) {
+        (Some(gpu), Ok(Invocation::Eval(options))) => evaluate_on(&options, Some(gpu)),
+        (_, Err(error)) => error.report(),
+        _ => {
+            eprintln!("error: only the launcher gives {}", gpus::AGAIN);
+            2
+        }
+    }
+}
+
+fn evaluate_on(options: &EvalOptions, gpu: Option<u32>) -> u8 {
+    match run(options, gpu) {
         Ok(report) => {
             println!("{}", report.table());
             if report.is_lossless() {
@@ -40,7 +70,7 @@ pub fn evaluate(options: &EvalOptions) -> u8 {
     }
 }
 
-fn run(options: &EvalOptions) -> Result<EvalReport, Refusal> {
+fn run(options: &EvalOptions, gpu: Option<u32>) -> Result<EvalReport, Refusal> {
     let checkpoint = find(&options.checkpoint).map_err(|what| Refusal(vec![what]))?;
     let plan = Plan::read(&checkpoint.join("plan.toml")).ok();
     let model = target_dir(options, plan.as_ref())?;
@@ -58,24 +88,17 @@ fn run(options: &EvalOptions) -> Result<EvalReport, Refusal> {
         );
     }
     let prompts = prompts(options, plan.as_ref(), &model)?;
-    let engine = Cpu::new(machine_threads())?;
-    let (config, params) = load_serving(&engine, &checkpoint)?;
-    config.check_target(&files.config().sizes())?;
-    let needs = TargetNeeds {
-        capture: config.target_layer_ids.clone(),
-        final_hidden: true,
-        lm_head: true,
-    };
-    let mut target = Target::load(&engine, &files, needs)?;
-    let mut drafter = DrafterModel::new(&engine, config, params)?;
-    let mut report = decode(
-        &engine,
-        &mut target,
-        &mut drafter,
-        &prompts,
-        &model,
+    let work = Work {
+        checkpoint: &checkpoint,
+        files: &files,
+        prompts: &prompts,
+        model: &model,
         options,
-    )?;
+    };
+    let mut report = match gpu {
+        None => work.on(&Cpu::new(machine_threads())?),
+        Some(gpu) => work.on(&Cuda::new(gpu as usize)?),
+    }?;
     report.checkpoint = checkpoint.display().to_string();
     if let Some(path) = &options.json {
         let text = serde_json::to_string_pretty(&report)?;
@@ -83,6 +106,38 @@ fn run(options: &EvalOptions) -> Result<EvalReport, Refusal> {
             .map_err(|error| Refusal(vec![format!("{}: {error}", path.display())]))?;
     }
     Ok(report)
+}
+
+/// What is decoded, and with what.
+struct Work<'a> {
+    checkpoint: &'a Path,
+    files: &'a TargetFiles,
+    prompts: &'a [Vec<u32>],
+    model: &'a Path,
+    options: &'a EvalOptions,
+}
+
+impl Work<'_> {
+    /// Loads both models on `engine` and decodes.
+    fn on<E: Engine>(&self, engine: &E) -> Result<EvalReport, Refusal> {
+        let (config, params) = load_serving(engine, self.checkpoint)?;
+        config.check_target(&self.files.config().sizes())?;
+        let needs = TargetNeeds {
+            capture: config.target_layer_ids.clone(),
+            final_hidden: true,
+            lm_head: true,
+        };
+        let mut target = Target::load(engine, self.files, needs)?;
+        let mut drafter = DrafterModel::new(engine, config, params)?;
+        Ok(decode(
+            engine,
+            &mut target,
+            &mut drafter,
+            self.prompts,
+            self.model,
+            self.options,
+        )?)
+    }
 }
 
 /// Decodes every prompt plainly and with every kind of draft.

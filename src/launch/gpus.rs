@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,8 @@ use crate::engine::cuda;
 
 /// The argument that makes a target worker print [`report`] and leave.
 pub const ARGUMENT: &str = "--gpu-facts";
+/// The argument that makes a target worker do what the launcher was asked for, on a GPU; see [`again`].
+pub const AGAIN: &str = "--as-launcher-on-gpu";
 /// Drivers that come up cold take seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -86,6 +89,53 @@ pub fn visible() -> Result<Vec<Gpu>, String> {
     let answer: Answer = serde_json::from_str(&text)
         .map_err(|_| "the process that asks the driver died".to_owned())?;
     answer
+}
+
+/// The GPU for a command that needs one: the given one, or the first visible one; none for `cpu` or where no GPU
+/// is visible.
+///
+/// # Errors
+/// In words: the given one does not exist, or the one to use cannot be used.
+pub fn one(given: Option<u32>, cpu: bool) -> Result<Option<u32>, String> {
+    if cpu {
+        return Ok(None);
+    }
+    let found = match (visible(), given) {
+        (Ok(found), _) => found,
+        (Err(what), Some(_)) => return Err(format!("--gpu: {what}")),
+        (Err(what), None) => {
+            tracing::debug!("no GPU: {what}");
+            return Ok(None);
+        }
+    };
+    if given.is_none() && found.is_empty() {
+        return Ok(None);
+    }
+    let ordinal = given.unwrap_or(0);
+    let Some(gpu) = found.get(ordinal as usize) else {
+        return Err(format!(
+            "--gpu: there is no GPU {ordinal}: {} visible, counted from 0",
+            found.len()
+        ));
+    };
+    gpu.problem(ordinal).map_or(Ok(Some(ordinal)), Err)
+}
+
+/// Does what this process was asked for in a child that may load CUDA, and returns its exit code.
+///
+/// # Errors
+/// In words: the child cannot be started.
+pub fn again(gpu: u32) -> Result<u8, String> {
+    let program = program(Role::Target).map_err(|error| error.to_string())?;
+    let status = Command::new(&program)
+        .arg(AGAIN)
+        .arg(gpu.to_string())
+        .args(std::env::args_os().skip(1))
+        .env("LD_LIBRARY_PATH", library_path())
+        .status()
+        .map_err(|error| format!("starting {}: {error}", program.display()))?;
+    let code = status.code().or(status.signal().map(|signal| 128 + signal));
+    Ok(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
 /// What the child prints.

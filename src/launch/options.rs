@@ -190,6 +190,10 @@ pub struct EvalOptions {
     pub trees: Vec<usize>,
     /// Longest answer in tokens.
     pub max_new_tokens: usize,
+    /// The GPU to decode on; `None` is the first visible one, or CPUs where there is none.
+    pub gpu: Option<u32>,
+    /// Decode on CPUs.
+    pub cpu: bool,
     /// Where to write the figures.
     pub json: Option<PathBuf>,
     /// Print only the figures.
@@ -508,6 +512,9 @@ impl EvalOptions {
         if trees.iter().any(|nodes| !(1..=4096).contains(nodes)) {
             values.wrong("tree", "must be numbers of nodes from 1 to 4096");
         }
+        if values.given("gpu") && values.switch("cpu") {
+            values.wrong("gpu", "and --cpu exclude each other");
+        }
         if !values.mistakes.is_empty() {
             return Err(values.mistakes);
         }
@@ -519,6 +526,8 @@ impl EvalOptions {
             documents: size(&values, "documents").expect(IN_TABLE),
             trees: trees.into_iter().map(|nodes| nodes as usize).collect(),
             max_new_tokens: size(&values, "max-new-tokens").expect(IN_TABLE),
+            gpu: small(&values, "gpu"),
+            cpu: values.switch("cpu"),
             json: path(&values, "json"),
             quiet: values.switch("quiet"),
         })

@@ -512,6 +512,14 @@ pub static EVAL: &[Group] = &[Group {
             "Longest answer in tokens",
         ),
         Flag::new(
+            "gpu",
+            "N",
+            int(0, 1023),
+            Later("the first visible one, else CPUs"),
+            "Decode on this GPU",
+        ),
+        Flag::new("cpu", "", Kind::Switch, Is(""), "Decode on CPUs"),
+        Flag::new(
             "json",
             "FILE",
             Kind::Text,
