@@ -3,10 +3,12 @@
 
     make-target-cases.py FOLDER [--model DIR]...
 
-For a Qwen3, a Llama with scaled rotary frequencies, and each DIR, FOLDER gets a folder with `model` (a link to DIR)
+For a Qwen3, a Llama, and each DIR, FOLDER gets a folder with `model` (a link to DIR)
 and `expected.safetensors`: ids, the residual stream after chosen layers, the final hidden state and logits, computed
-in float32 from weights rounded to bf16. `TARGET_CASES=FOLDER` makes tests/golden.rs compare both engines with them.
-Prints how far transformers itself is off when it computes in bf16.
+in float32 from weights rounded to bf16, and how far transformers itself is off when it computes in bf16: the median
+row, the row that nine in ten are better than, the worst. `TARGET_CASES=FOLDER` makes tests/golden.rs compare both
+engines with them. The ids are random, but for a DIR the text of this script, since a trained model answers noise with
+noise: a rounding more or less then changes whole rows.
 """
 import argparse
 import json
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 TOKENS = 200
 
@@ -25,9 +27,7 @@ def random_models():
     yield "qwen3", Qwen3Config(hidden_size=1024, intermediate_size=2560, num_attention_heads=8,
                                num_key_value_heads=2, head_dim=128, rope_theta=1e6, tie_word_embeddings=False, **shared)
     yield "llama", LlamaConfig(hidden_size=768, intermediate_size=2048, num_attention_heads=12,
-                               num_key_value_heads=4, head_dim=64, tie_word_embeddings=True, rope_theta=5e5,
-                               rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
-                                                 high_freq_factor=4.0, original_max_position_embeddings=64), **shared)
+                               num_key_value_heads=4, head_dim=64, tie_word_embeddings=True, rope_theta=5e5, **shared)
 
 
 def run(model, ids, layers):
@@ -48,22 +48,24 @@ def run(model, ids, layers):
     return torch.stack([taken[i] for i in layers]), final[0].float(), logits
 
 
-def worst_row(a, b):
-    return ((a - b).norm(dim=-1) / b.norm(dim=-1)).max().item()
+def spread(got, want):
+    """[median, ninth decile, worst] relative error of rows."""
+    errors = ((got - want).norm(dim=-1) / want.norm(dim=-1)).sort().values
+    return [float(f"{errors[min(len(errors) - 1, int(len(errors) * share))]:.3g}") for share in (0.5, 0.9, 1.0)]
 
 
-def write(name, model, folder):
-    count, vocabulary = model.config.num_hidden_layers, model.config.vocab_size
+def write(name, model, folder, ids):
+    count = model.config.num_hidden_layers
     layers = sorted({0, 1, count // 2, count - 2, count - 1})
-    ids = torch.randint(vocabulary, (TOKENS,))
     half = run(model, ids, layers)
     exact = run(model.float(), ids, layers)
-    for what, a, b in zip(["layers", "final hidden", "logits"], half, exact):
-        rows = [f"{worst_row(x, y):.1e}" for x, y in zip(a, b)] if what == "layers" else f"{worst_row(a, b):.1e}"
-        print(f"{name}: transformers in bf16 is off by {rows} in the worst row of its {what}", flush=True)
+    in_bf16 = {"layers": [spread(a, b) for a, b in zip(half[0], exact[0])], "final hidden": spread(half[1], exact[1]),
+               "logits": spread(half[2], exact[2])}
+    for what, errors in in_bf16.items():
+        print(f"{name}: transformers in bf16 is off by {errors} in its {what}", flush=True)
     tensors = dict(zip(["layer_outputs", "final_hidden", "logits"], exact), ids=ids)
     save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, folder / "expected.safetensors",
-              metadata={"layers": json.dumps(layers)})
+              metadata={"layers": json.dumps(layers), "bf16": json.dumps(in_bf16)})
 
 
 def main():
@@ -85,7 +87,7 @@ def main():
                 weight.data = torch.randn_like(weight.float()).to(torch.bfloat16)
         model.save_pretrained(folder / "model")
         with torch.device(device):
-            write(name, model.to(device), folder)
+            write(name, model.to(device), folder, torch.randint(config.vocab_size, (TOKENS,)))
     for path in arguments.model:
         folder = arguments.folder / path.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,8 @@ def main():
         link.symlink_to(path.resolve())
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.bfloat16).eval()
         with torch.device(device):
-            write(path.name, model.to(device), folder)
+            text = AutoTokenizer.from_pretrained(path)(Path(__file__).read_text(), return_tensors="pt")
+            write(path.name, model.to(device), folder, text.input_ids[0, :TOKENS].to(device))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ mod golden_support;
 use std::path::Path;
 use std::sync::LazyLock;
 
-use golden_support::{Golden, GoldenFile, cosine, json, relative, skipped, worst_row};
+use golden_support::{Golden, GoldenFile, cosine, json, relative, row_spread, skipped};
 use serde_json::Value;
 use slipstream::engine::cpu::Cpu;
 use slipstream::engine::cuda::Cuda;
@@ -80,6 +80,11 @@ fn ascending_runs(anchors: &[u32]) -> Vec<Vec<u32>> {
 struct Tolerance {
     /// Relative error of a row of the drafter's final hidden states.
     hidden: f64,
+    /// Relative error of a row of a target's states and logits.
+    target: f64,
+    /// Those errors may be this many times PyTorch's own in bf16, in the median row, in the row that nine in ten
+    /// are better than, and in the worst row.
+    of_reference: Option<[f64; 3]>,
     /// Relative error of sums of losses and of weights.
     sums: f64,
     /// Slots whose prediction may differ, where two logits are as good as equal.
@@ -88,33 +93,77 @@ struct Tolerance {
     tie: f32,
     /// Relative error of a parameter's gradient.
     gradient: f64,
-    /// Relative error of a row of a target's states and logits.
-    target: f64,
 }
 
 /// The same numbers in another order of summation.
 const FLOAT: Tolerance = Tolerance {
     hidden: 1e-5,
+    target: 1e-4,
+    of_reference: None,
     sums: 1e-5,
     flips: 0,
     tie: 0.0,
     gradient: 1e-4,
-    target: 1e-4,
 };
 
 /// bf16 has 8 significant bits, so each value that is stored is off by 1.1e-3 on average and 3.9e-3 at most. What
 /// a layer adds up from its roundings (input, norm, queries and keys, probabilities, attention's output, the two
-/// branches, the residual stream) comes to some 3e-3, and grows with the root of the number of layers: 1e-2 for a
-/// row of the three layers here and of a target of eight, four times what is expected of a gradient, whose error
-/// is that of the forward and of the backward pass together. A relative error of 0.044 is a cosine of 0.999.
+/// branches, the residual stream) comes to some 3e-3 and grows with the number of layers: 1e-2 for a row. Where a
+/// model multiplies errors, as one does whose residual stream is far larger in some rows than in others, PyTorch's own
+/// error in bf16 on the same input is the measure (scripts/bf16-bounds.py). Rows whose errors are multiplied most are
+/// few and their errors are drawn anew by every order of summation, so the worst row gets more room than the others:
+/// two ways of rounding differed by up to 1.4 times there on SmolLM2, and by up to 1.1 times in nine rows of ten. The
+/// error of a gradient is that of the forward and of the backward pass together, four times 1e-2 being 0.044, a
+/// cosine of 0.999.
 const BF16: Tolerance = Tolerance {
-    hidden: 1.5e-2,
+    hidden: 1e-2,
+    target: 1e-2,
+    of_reference: Some([1.25, 1.25, 2.0]),
     sums: 1e-2,
     flips: 2,
     tie: 1e-2,
     gradient: 4.4e-2,
-    target: 1e-2,
 };
+
+/// Where PyTorch's own errors are not known: the most that it is off in a file of tests/golden, and a quarter.
+const UNKNOWN_REFERENCE: f64 = 2.5e-2;
+
+impl Tolerance {
+    /// PyTorch's errors in bf16 on a golden file, where they matter and are known.
+    fn in_bf16(&self, file: &str) -> Option<Value> {
+        self.of_reference?;
+        Some(json("bf16.json")?[file].clone())
+    }
+
+    /// Panics when rows are off by more than `least` and by more than PyTorch is. `in_bf16`: the median, the ninth
+    /// decile and the worst of its own.
+    fn check_rows(
+        &self,
+        what: &str,
+        least: f64,
+        (got, want): (&[f32], &[f64]),
+        cols: usize,
+        in_bf16: Option<&Value>,
+    ) {
+        let off = row_spread(got, want, cols);
+        let allowed = match (self.of_reference, in_bf16) {
+            (None, _) => [least; 3],
+            (Some(_), None) => [UNKNOWN_REFERENCE; 3],
+            (Some(times), Some(found)) => {
+                let reference: [f64; 3] = serde_json::from_value(found.clone()).unwrap();
+                std::array::from_fn(|i| least.max(times[i] * reference[i]))
+            }
+        };
+        let show = |errors: [f64; 3]| errors.map(|error| format!("{error:.1e}")).join(", ");
+        let (found, most) = (show(off), show(allowed));
+        let told = format!("{what}: rows are off by {found} of {most} allowed");
+        println!("{told}");
+        assert!(
+            (0..3).all(|i| off[i] <= allowed[i]),
+            "{told} (median, ninth decile, worst)"
+        );
+    }
+}
 
 static CUDA: LazyLock<Cuda> = LazyLock::new(|| Cuda::new(0).unwrap());
 
@@ -172,9 +221,14 @@ fn check_loss_file<E: Engine>(engine: &E, name: &str, tolerance: &Tolerance) {
     let out = micro_step(engine, &mut model, tables, &unit, &options).unwrap();
 
     let hidden = engine.download_half(model.hidden()).unwrap();
-    let off = worst_row(&hidden, &expected.get("hidden").values, hidden_size);
-    println!("{name}: hidden is off by {off:.1e}");
-    assert!(off <= tolerance.hidden, "{name}: hidden is off by {off:e}");
+    let in_bf16 = tolerance.in_bf16(name);
+    tolerance.check_rows(
+        &format!("{name}: hidden"),
+        tolerance.hidden,
+        (&hidden, &expected.get("hidden").values),
+        hidden_size,
+        in_bf16.as_ref().map(|found| &found["hidden"]),
+    );
     for (key, got) in [("loss_sum", out.loss_sum), ("weight_sum", out.weight_sum)] {
         let want = expected.get(key).values[0];
         let off = (got - want).abs() / want.abs();
@@ -232,7 +286,8 @@ macro_rules! golden {
             # $attribute
             fn targets_of_transformers() {
                 for_each_case(|dir, expected| {
-                    check_target(&$engine, dir, expected, &$tolerance);
+                    let in_bf16 = expected.meta("bf16");
+                    check_target(&$engine, dir, expected, &$tolerance, Some(in_bf16));
                 });
             }
 
@@ -351,11 +406,18 @@ fn for_each_case(check: impl Fn(&Path, &GoldenFile)) {
 /// A target's captured layers, final hidden state and logits for the ids of a golden file.
 fn check_target_file<E: Engine>(engine: &E, name: &str, dir: &Path, tolerance: &Tolerance) {
     if let Some(expected) = GoldenFile::open(name) {
-        check_target(engine, dir, &expected, tolerance);
+        let in_bf16 = tolerance.in_bf16(name);
+        check_target(engine, dir, &expected, tolerance, in_bf16.as_ref());
     }
 }
 
-fn check_target<E: Engine>(engine: &E, dir: &Path, expected: &GoldenFile, tolerance: &Tolerance) {
+fn check_target<E: Engine>(
+    engine: &E,
+    dir: &Path,
+    expected: &GoldenFile,
+    tolerance: &Tolerance,
+    in_bf16: Option<&Value>,
+) {
     let name = dir.display();
     let files = TargetFiles::open(dir, false).unwrap();
     let layers: Vec<usize> = serde_json::from_value(expected.meta("layers").clone()).unwrap();
@@ -380,11 +442,12 @@ fn check_target<E: Engine>(engine: &E, dir: &Path, expected: &GoldenFile, tolera
     target.prefill(engine, &packed, &offsets, out).unwrap();
     let vocabulary = target.config().vocab_size;
     for first in [0, second] {
-        let close = |what: &str, got: &[f32], want: &[f64]| {
-            let off = worst_row(got, want, want.len() / tokens);
-            println!("{name}: {what} is off by {off:.1e} in its worst row");
-            assert!(off <= tolerance.target, "{name}: {what} is off by {off:e}");
+        let close = |what: &str, got: &[f32], want: &[f64], in_bf16: Option<&Value>| {
+            let what = format!("{name}: {what}");
+            let cols = want.len() / tokens;
+            tolerance.check_rows(&what, tolerance.target, (got, want), cols, in_bf16);
         };
+        let of = |tensor: &str| in_bf16.map(|found| &found[tensor]);
         let all = expected.get("layer_outputs");
         assert_eq!(all.shape, [layers.len(), tokens, hidden], "{name}");
         for (slot, layer) in layers.iter().enumerate() {
@@ -392,18 +455,21 @@ fn check_target<E: Engine>(engine: &E, dir: &Path, expected: &GoldenFile, tolera
             let view = view.col_range(slot * hidden, (slot + 1) * hidden);
             let got = engine.download_half(view).unwrap();
             let want = &all.values[slot * tokens * hidden..][..tokens * hidden];
-            close(&format!("layer {layer}"), &got, want);
+            let in_bf16 = of("layers").map(|layers| &layers[slot]);
+            close(&format!("layer {layer}"), &got, want, in_bf16);
         }
         let view = last.rows_view(first, first + tokens);
         let got = engine.download_half(view).unwrap();
-        close("final hidden", &got, &expected.get("final_hidden").values);
+        let want = &expected.get("final_hidden").values;
+        close("final hidden", &got, want, of("final hidden"));
 
         let mut logits = engine.float(tokens, vocabulary).unwrap();
         let head = target.head().unwrap().lm_head();
         engine.logits(view, head, logits.view_mut()).unwrap();
         let logits = engine.download_float(logits.view()).unwrap();
         if expected.has("logits") {
-            close("logits", &logits, &expected.get("logits").values);
+            let want = &expected.get("logits").values;
+            close("logits", &logits, want, of("logits"));
         }
         if expected.has("top_logits") {
             let (top, ids) = (expected.get("top_logits"), expected.get("top_ids").u32());
@@ -413,7 +479,7 @@ fn check_target<E: Engine>(engine: &E, dir: &Path, expected: &GoldenFile, tolera
                 .enumerate()
                 .map(|(i, &id)| logits[i / best * vocabulary + id as usize])
                 .collect();
-            close("top logits", &got, &top.values);
+            close("top logits", &got, &top.values, of("top logits"));
             for (row, ids) in logits.chunks(vocabulary).zip(ids.chunks(best)) {
                 let highest = row.iter().fold(0f32, |most, z| most.max(z.abs()));
                 let as_good = row[ids[0] as usize] + tolerance.tie * highest;

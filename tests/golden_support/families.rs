@@ -10,7 +10,7 @@ use slipstream::engine::cuda::Cuda;
 use slipstream::engine::{Engine, HalfView};
 use slipstream::model::{Captured, Shape, Step, Target, TargetDecoder, TargetFiles, TargetNeeds};
 
-use super::{GoldenFile, skipped, worst_row};
+use super::{GoldenFile, row_spread, skipped};
 
 /// Largest relative error of a row in float32.
 const FLOAT: f64 = 1e-4;
@@ -104,7 +104,7 @@ impl<E: Engine> Case<'_, E> {
 
     /// `got [rows, cols]` against a golden tensor of as many rows.
     fn close(&mut self, what: &str, got: &[f32], want: &[f64], rows: usize, tolerance: f64) {
-        let off = worst_row(got, want, want.len() / rows);
+        let [.., off] = row_spread(got, want, want.len() / rows);
         self.worst = self.worst.max(off);
         assert!(off <= tolerance, "{}: {what} is off by {off:e}", self.name);
     }

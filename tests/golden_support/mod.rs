@@ -179,11 +179,13 @@ pub fn cosine(a: &[f32], b: &[f64]) -> f64 {
     dot(&mut a().zip(b())) / lengths.sqrt()
 }
 
-/// The largest [`relative`] difference of a row of `cols` values.
-pub fn worst_row(a: &[f32], b: &[f64], cols: usize) -> f64 {
+/// The [`relative`] difference of the median row of `cols` values, of the row that nine in ten are better than, and
+/// of the worst row.
+pub fn row_spread(a: &[f32], b: &[f64], cols: usize) -> [f64; 3] {
     assert_eq!(a.len(), b.len());
-    a.chunks(cols)
-        .zip(b.chunks(cols))
-        .map(|(a, b)| relative(a, b))
-        .fold(0.0, f64::max)
+    let rows = a.chunks(cols).zip(b.chunks(cols));
+    let mut errors: Vec<f64> = rows.map(|(a, b)| relative(a, b)).collect();
+    errors.sort_by(f64::total_cmp);
+    let rank = |tenths: usize| (errors.len() * tenths / 10).min(errors.len() - 1);
+    [5, 9, 10].map(|tenths| errors[rank(tenths)])
 }
