@@ -161,3 +161,4 @@ pub fn library_path() -> OsString {
     }
     std::env::join_paths(folders).unwrap_or_default()
 }
+    folders.extend(cuda::linked_nccl());

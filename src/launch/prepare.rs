@@ -277,7 +277,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         dtype: if on_gpus { Dtype::Bf16 } else { Dtype::F32 },
         batch_anchors: options.training.batch_anchors,
         units_per_step: per_step,
-        reduce_floats: if drafters > 1 {
+        reduce_floats: if drafters > 1 && !on_gpus {
             reduce_floats(&drafter)
         } else {
             1024

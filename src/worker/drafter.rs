@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::held_out::evaluate;
 use super::slot::{copy_in, register};
 use super::{Replay, Start, WorkerError, WorkerPlan, report_memory};
-use crate::collective::{Collective, SharedMemory};
+use crate::collective::{Collective, Nccl, SharedMemory};
 use crate::control::{FromWorker, Loaded, Reporter, StepReport, WorkerLink};
 use crate::data::Workload;
 use crate::engine::Engine;
@@ -46,15 +46,23 @@ pub fn reduce_floats(config: &DrafterConfig) -> u64 {
 pub fn run(link: &WorkerLink) -> Result<(), WorkerError> {
     let plan: WorkerPlan = link.plan()?;
     match plan.gpu {
-        None => play(link, plan, &Cpu::new(link.threads())?),
-        Some(gpu) => play(link, plan, &Cuda::new(gpu as usize)?),
+        None => {
+            let engine = Cpu::new(link.threads())?;
+            play(link, plan, &engine, SharedMemory::default())
+        }
+        Some(gpu) => play(link, plan, &Cuda::new(gpu as usize)?, Nccl::default()),
     }
 }
 
-fn play<E: Engine>(link: &WorkerLink, plan: WorkerPlan, engine: &E) -> Result<(), WorkerError> {
+fn play<E: Engine, C: Collective<E>>(
+    link: &WorkerLink,
+    plan: WorkerPlan,
+    engine: &E,
+    collective: C,
+) -> Result<(), WorkerError> {
     let reporter = link.reporter();
     reporter.loading("the target's embedding and head", 0.0)?;
-    let trainer = Trainer::load(engine, plan, link, SharedMemory::default())?;
+    let trainer = Trainer::load(engine, plan, link, collective)?;
     let parameters = trainer.model.params.value_hash(engine)?;
     reporter.ready(Loaded {
         memory: process::resident_memory(std::process::id()).unwrap_or(0),
@@ -217,7 +225,9 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         {
             self.evaluate()?;
         }
-        Ok(self.seat.leave()?)
+        self.seat.leave()?;
+        self.collective.finish();
+        Ok(())
     }
 
     /// The next unit: the oldest ready one, or the one that the recorded run says.

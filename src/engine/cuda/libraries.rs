@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use super::super::EngineError;
+use super::kernels::cache_folder;
 
 /// A library of CUDA that a worker opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +63,10 @@ impl Library {
 }
 
 /// Fails with a remedy unless the loader finds `library`.
-pub(super) fn require(device: &str, library: Library) -> Result<(), EngineError> {
+///
+/// # Errors
+/// [`EngineError::Device`], in the name of `device`.
+pub fn require(device: &str, library: Library) -> Result<(), EngineError> {
     if library.is_present() {
         return Ok(());
     }
@@ -113,12 +117,36 @@ pub fn library_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// A file of `library` that [`library_folders`] leads to; the loader finds NCCL only under the unversioned
-/// name, which pip's folder lacks, so the caller links it.
-pub fn find_library(library: Library) -> Option<PathBuf> {
-    library_folders()
-        .into_iter()
-        .find_map(|folder| sorted_children(&folder, library.stem()).next())
+/// A folder in which NCCL has the only name that it is looked for under, `libnccl.so`, where it is installed as
+/// `libnccl.so.2` alone, as by pip and by most distributions; none where that is not so, or cannot be helped.
+pub fn linked_nccl() -> Option<PathBuf> {
+    let library = Library::Nccl;
+    let mut folders = library_folders();
+    folders.extend(["/usr/lib/x86_64-linux-gnu", "/usr/lib64"].map(PathBuf::from));
+    if folders.iter().any(|f| f.join(library.stem()).exists()) {
+        return None;
+    }
+    let file = folders
+        .iter()
+        .find_map(|folder| sorted_children(folder, library.stem()).next())?;
+    let hash = blake3::hash(file.as_os_str().as_encoded_bytes()).to_hex();
+    link_nccl(
+        &file,
+        &cache_folder()?.join(format!("nccl-{}", &hash[..16])),
+    )
+}
+
+fn link_nccl(file: &Path, folder: &Path) -> Option<PathBuf> {
+    let link = folder.join(Library::Nccl.stem());
+    if std::fs::read_link(&link).ok().as_deref() != Some(file) {
+        std::fs::create_dir_all(folder).ok()?;
+        // Whoever starts at the same time makes the same link.
+        match std::os::unix::fs::symlink(file, &link) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return None,
+            _ => {}
+        }
+    }
+    Some(folder.to_path_buf())
 }
 
 /// Where Pythons keep their packages: the active environment first.
@@ -172,6 +200,20 @@ mod tests {
         std::fs::write(dir.path().join("libnvrtc.so.13"), b"").unwrap();
         assert!(holds(dir.path(), Library::Nvrtc));
         assert!(!holds(dir.path(), Library::Nccl));
+    }
+
+    #[test]
+    fn nccl_is_linked_under_the_name_that_is_looked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, folder) = (dir.path().join("libnccl.so.2"), dir.path().join("linked"));
+        std::fs::write(&file, b"library").unwrap();
+        for _ in 0..2 {
+            assert_eq!(link_nccl(&file, &folder), Some(folder.clone()));
+            assert_eq!(
+                std::fs::read(folder.join("libnccl.so")).unwrap(),
+                b"library"
+            );
+        }
     }
 
     #[test]

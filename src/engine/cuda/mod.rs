@@ -35,7 +35,7 @@ use device::Device;
 pub use device::{DeviceFacts, Event, devices};
 use gemm::{Gemm, Gemms, Product};
 use kernels::{Arg, Kernels, Launch, Program};
-pub use libraries::{Library, find_library, library_folders};
+pub use libraries::{Library, library_folders, linked_nccl, require as require_library};
 pub use memory::{Buffer, Element};
 use memory::{Raw, Staging, raw, raw_mut};
 

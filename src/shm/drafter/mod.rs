@@ -369,7 +369,12 @@ impl Drafter {
         }
     }
 
-    /// Whether the group has left (step, generation) behind.
+    /// Whether the group has left this drafter's (step, generation) behind: a collective that is under way can
+    /// no longer complete, and is to be given up.
+    pub fn has_moved(&self) -> bool {
+        self.moved()
+    }
+
     pub(super) fn moved(&self) -> bool {
         let word = self.segment().step_word();
         word.generation > self.generation
