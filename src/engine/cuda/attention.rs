@@ -561,3 +561,27 @@ impl Cuda {
         unsafe { self.plain("cache_plain", [q.rows, heads.q], &args) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::kernels::check_compiles;
+    use super::*;
+
+    #[test]
+    fn kernels_compile() {
+        check_compiles(&PLAIN, "sm_80");
+        // Groups of query heads that are powers of two and others; the Hopper kernels for all head sizes.
+        for (arch, warpgroups, groups) in [("sm_80", false, &[4][..]), ("sm_90a", true, &[4, 5])] {
+            for dim in [64, 128, 256] {
+                for &group in groups {
+                    let forward = Forward::new(dim, warpgroups).unwrap();
+                    check_compiles(&forward.program(group, false), arch);
+                    check_compiles(&forward.program(group, true), arch);
+                    if let Some(backward) = Backward::new(dim, warpgroups) {
+                        check_compiles(&backward.program(group), arch);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -74,3 +74,13 @@ impl Cuda {
         unsafe { self.launch(&ELEMENTWISE, variant!(wide, "scatter_add"), launch, &args) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compile() {
+        super::super::kernels::check_compiles(&ELEMENTWISE, "sm_80");
+    }
+}

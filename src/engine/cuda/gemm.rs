@@ -641,3 +641,8 @@ mod tests {
         }
     }
 }
+
+    #[test]
+    fn kernels_compile() {
+        super::super::kernels::check_compiles(&PLAIN, "sm_80");
+    }

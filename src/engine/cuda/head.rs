@@ -261,4 +261,11 @@ mod tests {
         assert_eq!(chunks(&[0, 0, 0], 4), []);
         assert_eq!(chunks(&[], 4), []);
     }
+
+    #[test]
+    fn kernels_compile() {
+        for program in [&WIDE, &NARROW] {
+            super::super::kernels::check_compiles(program, "sm_80");
+        }
+    }
 }

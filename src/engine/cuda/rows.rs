@@ -515,3 +515,15 @@ impl Cuda {
         Ok(found[0] != 0)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compile() {
+        for program in [&ROWS, &NORM, &ROTARY, &OPTIMIZER] {
+            super::super::kernels::check_compiles(program, "sm_80");
+        }
+    }
+}
