@@ -24,6 +24,8 @@ use super::memory::{Buffer, Raw};
 const WORKSPACE: usize = 64 << 20;
 /// Products below this many operations take the library's first choice: timing them is noise.
 const WORTH_TIMING: f64 = 2e9;
+/// First choices that are kept; token counts vary, and a run is long.
+const FIRST_CHOICES: usize = 8192;
 /// How many of the library's proposals are timed.
 const PROPOSALS: usize = 8;
 /// Operations between two looks at the clock, so that short products are not lost in its noise.
@@ -145,6 +147,14 @@ impl Key {
     }
 }
 
+/// All that the library's first choice depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Exact {
+    key: Key,
+    alignments: [u32; 3],
+    strides: [usize; 3],
+}
+
 /// The next of 1, 1.25, 1.5, 1.75 times a power of two, in multiples of 64.
 fn round_up_quarter_octave(n: usize) -> usize {
     if n <= 256 {
@@ -162,6 +172,7 @@ pub(super) struct Gemms {
     workspace: Buffer<u32>,
     cache: Option<PathBuf>,
     chosen: Mutex<HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>>,
+    first: Mutex<HashMap<Exact, Option<sys::cublasLtMatmulAlgo_t>>>,
 }
 
 // SAFETY: cuBLASLt handles may be used from any thread; the rest is behind a mutex or never changes.
@@ -216,6 +227,7 @@ impl Gemms {
             workspace: Buffer::new(device, WORKSPACE / 4, "workspace of matrix products")?,
             cache,
             chosen: Mutex::new(HashMap::new()),
+            first: Mutex::new(HashMap::new()),
         })
     }
 
@@ -241,12 +253,39 @@ impl Gemms {
             return Ok(());
         }
         // The choice belongs to a neighbouring shape and does not fit this one, or there is none.
-        match self.proposals(gemm, &plan, 1)?.first() {
-            Some(first) => self
-                .multiply(gemm, &plan, &first.algo, gemm.out.ptr)
+        match self.first_proposal(gemm, &plan)? {
+            Some(algorithm) => self
+                .multiply(gemm, &plan, &algorithm, gemm.out.ptr)
                 .map_err(|e| self.device.error("a matrix product", e.to_string())),
             None => self.plain(kernels, gemm),
         }
+    }
+
+    /// The library's first choice. It is kept, since asking takes longer than a small product does.
+    fn first_proposal(
+        &self,
+        gemm: &Gemm,
+        plan: &Plan,
+    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, EngineError> {
+        let exact = Exact {
+            key: Key {
+                sizes: gemm.sizes(),
+                ..Key::of(gemm)
+            },
+            alignments: gemm.alignments(),
+            strides: [gemm.first, gemm.second, gemm.out].map(|matrix| matrix.stride),
+        };
+        let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(algorithm) = first.get(&exact) {
+            return Ok(*algorithm);
+        }
+        let proposals = self.proposals(gemm, plan, 1)?;
+        let algorithm = proposals.first().map(|proposal| proposal.algo);
+        if first.len() >= FIRST_CHOICES {
+            first.clear();
+        }
+        first.insert(exact, algorithm);
+        Ok(algorithm)
     }
 
     fn plan(&self, gemm: &Gemm) -> Result<Plan, EngineError> {
@@ -313,7 +352,8 @@ impl Gemms {
         };
         let workspace = WORKSPACE as u64;
         // Parts of a sum that was split are added in float32, not in the result's type.
-        let reduction = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let reduction =
+            sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         let mut found = Vec::with_capacity(count);
         let mut given = 0;
         let result = set(
@@ -472,8 +512,8 @@ impl Gemms {
         for round in 0..=ROUNDS {
             for (proposal, times) in proposals.iter().zip(&mut times) {
                 timer.start()?;
-                let done = (0..repeats)
-                    .try_for_each(|_| self.multiply(gemm, plan, &proposal.algo, out));
+                let done =
+                    (0..repeats).try_for_each(|_| self.multiply(gemm, plan, &proposal.algo, out));
                 let elapsed = timer.stop()?;
                 if done.is_ok() && round > 0 {
                     times.push(elapsed / repeats as f32);
@@ -640,9 +680,9 @@ mod tests {
             assert_eq!(round_up_quarter_octave(n), bucket, "{n}");
         }
     }
-}
 
     #[test]
     fn kernels_compile() {
         super::super::kernels::check_compiles(&PLAIN, "sm_80");
     }
+}
