@@ -1,5 +1,6 @@
 //! What GPUs there are: asked of a short-lived child, since the launcher itself never loads CUDA.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
@@ -8,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::options::PlaceOptions;
+use super::places::{self, Device, Place};
 use super::spawn::program;
 use crate::control::Role;
 use crate::engine::cuda;
@@ -121,6 +124,90 @@ pub fn one(given: Option<u32>, cpu: bool) -> Result<Option<u32>, String> {
     gpu.problem(ordinal).map_or(Ok(Some(ordinal)), Err)
 }
 
+/// Places as the flags ask for, on what is visible; `shown` is CUDA_VISIBLE_DEVICES.
+///
+/// # Errors
+/// A line for each problem: a GPU that does not exist, cannot be used or would idle, or drafters that would share.
+pub fn choose(
+    wanted: &PlaceOptions,
+    visible: &[Gpu],
+    shown: Option<&str>,
+) -> Result<Vec<Place>, Vec<String>> {
+    let places = match &wanted.lists {
+        Some((targets, drafters)) => {
+            let beyond = [("targets", targets), ("drafters", drafters)]
+                .into_iter()
+                .filter_map(|(flag, gpus)| beyond(flag, gpus, visible.len(), shown));
+            let problems: Vec<String> = beyond.collect();
+            if !problems.is_empty() {
+                return Err(problems);
+            }
+            places::listed_places(targets, drafters)
+        }
+        None => {
+            let gpus = match &wanted.gpus {
+                Some(gpus) => gpus.clone(),
+                None => (0..visible.len() as u32).collect(),
+            };
+            if let Some(problem) = beyond("gpus", &gpus, visible.len(), shown) {
+                return Err(vec![problem]);
+            }
+            let (targets, drafters) = wanted
+                .split
+                .unwrap_or_else(|| places::default_split(gpus.len()));
+            places::gpu_places(&gpus, targets, drafters)
+                .map_err(|what| vec![format!("--split {targets}:{drafters}: {what}")])?
+        }
+    };
+    let used: BTreeSet<u32> = places
+        .iter()
+        .filter_map(|place| match place.device {
+            Device::Gpu { ordinal } => Some(ordinal),
+            Device::Cpu { .. } => None,
+        })
+        .collect();
+    let problems: Vec<String> = used
+        .into_iter()
+        .filter_map(|gpu| visible[gpu as usize].problem(gpu))
+        .collect();
+    if problems.is_empty() {
+        Ok(places)
+    } else {
+        Err(problems)
+    }
+}
+
+/// Why a list names GPUs that are not there, if it does.
+fn beyond(flag: &str, gpus: &[u32], count: usize, shown: Option<&str>) -> Option<String> {
+    let why = hidden(count, shown);
+    if count == 0 {
+        return Some(format!("--{flag}: no GPU is visible{why}"));
+    }
+    let gpu = gpus.iter().find(|&&gpu| gpu as usize >= count)?;
+    Some(format!(
+        "--{flag}: there is no GPU {gpu}: {count} visible, counted from 0{why}"
+    ))
+}
+
+/// What CUDA_VISIBLE_DEVICES has to do with there being no more GPUs than `count`.
+fn hidden(count: usize, shown: Option<&str>) -> String {
+    let Some(shown) = shown else {
+        return String::new();
+    };
+    let entries: Vec<&str> = shown.split(',').map(str::trim).collect();
+    if shown.trim().is_empty() || entries[0] == "-1" || entries[0] == "NoDevFiles" {
+        return format!("; CUDA_VISIBLE_DEVICES is `{shown}`, which hides all of them: unset it");
+    }
+    match entries.get(count) {
+        // CUDA takes entries up to the first that it does not know.
+        Some(entry) => format!(
+            "; of CUDA_VISIBLE_DEVICES `{shown}` the entry `{entry}` names no GPU of this machine, and CUDA \
+             ignores what follows"
+        ),
+        None => format!("; CUDA_VISIBLE_DEVICES is `{shown}`: numbers count its entries"),
+    }
+}
+
 /// Does what this process was asked for in a child that may load CUDA, and returns its exit code.
 ///
 /// # Errors
@@ -156,9 +243,126 @@ pub fn report() -> String {
 /// `LD_LIBRARY_PATH` with which a worker finds the CUDA libraries of toolkits and of Python packages.
 pub fn library_path() -> OsString {
     let mut folders = cuda::library_folders();
+    folders.extend(cuda::linked_nccl());
     if let Some(given) = std::env::var_os("LD_LIBRARY_PATH") {
         folders.splice(0..0, std::env::split_paths(&given));
     }
     std::env::join_paths(folders).unwrap_or_default()
 }
-    folders.extend(cuda::linked_nccl());
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launch::places::parse_gpus;
+
+    fn gpu(free: u64, shareable: bool) -> Gpu {
+        Gpu {
+            name: "NVIDIA H200".to_owned(),
+            total: 140 << 30,
+            free: free << 30,
+            shareable,
+        }
+    }
+
+    /// `--gpus`, `--split` and the lists of `--targets` and `--drafters`.
+    type Asked = (
+        Option<&'static str>,
+        Option<(usize, usize)>,
+        Option<[&'static str; 2]>,
+    );
+
+    fn chosen(asked: Asked, visible: &[Gpu], shown: Option<&str>) -> Result<String, String> {
+        let (gpus, split, lists) = asked;
+        let list = |text| parse_gpus(text).unwrap();
+        let wanted = PlaceOptions {
+            cpu: (2, 2),
+            cpu_given: false,
+            gpus: gpus.map(list),
+            split,
+            lists: lists.map(|[targets, drafters]| (list(targets), list(drafters))),
+        };
+        let places = choose(&wanted, visible, shown).map_err(|problems| problems.join("\n"))?;
+        let word = |place: &Place| format!("{} {}", place.worker, place.device);
+        Ok(places.iter().map(word).collect::<Vec<_>>().join(", "))
+    }
+
+    #[test]
+    fn gpus_are_given_to_workers() {
+        let four = vec![gpu(139, true); 4];
+        for (asked, places) in [
+            (
+                (None, None, None),
+                "target-0 GPU 0, target-1 GPU 1, target-2 GPU 2, drafter-0 GPU 3",
+            ),
+            ((Some("2"), None, None), "target-0 GPU 2, drafter-0 GPU 2"),
+            (
+                (Some("1,3"), Some((2, 2)), None),
+                "target-0 GPU 1, target-1 GPU 3, drafter-0 GPU 1, drafter-1 GPU 3",
+            ),
+            (
+                (None, None, Some(["3,0", "0-1"])),
+                "target-0 GPU 3, target-1 GPU 0, drafter-0 GPU 0, drafter-1 GPU 1",
+            ),
+        ] {
+            assert_eq!(chosen(asked, &four, None).unwrap(), places, "{asked:?}");
+        }
+    }
+
+    #[test]
+    fn every_wrong_form_has_its_own_line() {
+        let two = vec![gpu(139, true); 2];
+        for (asked, shown, line) in [
+            (
+                (Some("0-99"), None, None),
+                None,
+                "--gpus: there is no GPU 2: 2 visible, counted from 0",
+            ),
+            (
+                (Some("0-3"), None, None),
+                Some("4,7"),
+                "--gpus: there is no GPU 2: 2 visible, counted from 0; CUDA_VISIBLE_DEVICES is `4,7`: numbers count \
+                 its entries",
+            ),
+            (
+                (Some("2"), None, None),
+                Some("0,1,9,2"),
+                "--gpus: there is no GPU 2: 2 visible, counted from 0; of CUDA_VISIBLE_DEVICES `0,1,9,2` the entry \
+                 `9` names no GPU of this machine, and CUDA ignores what follows",
+            ),
+            (
+                (None, None, Some(["0", "1-2"])),
+                None,
+                "--drafters: there is no GPU 2: 2 visible, counted from 0",
+            ),
+            (
+                (Some("0"), Some((1, 2)), None),
+                None,
+                "--split 1:2: 2 drafters on 1 GPUs: two drafters on one GPU would only take turns; use at most one \
+                 each",
+            ),
+            (
+                (Some("0,1"), Some((1, 0)), None),
+                None,
+                "--split 1:0: 1 targets and 0 drafters leave 1 of 2 GPUs idle",
+            ),
+        ] {
+            assert_eq!(chosen(asked, &two, shown).unwrap_err(), line);
+        }
+        for (shown, why) in [
+            ("", "hides all"),
+            ("-1", "hides all"),
+            ("MIG-1,0", "`MIG-1`"),
+        ] {
+            let error = chosen((Some("0"), None, None), &[], Some(shown)).unwrap_err();
+            assert!(error.starts_with("--gpus: no GPU is visible; "), "{error}");
+            assert!(error.contains(why), "{shown}: {error}");
+        }
+        let mixed = [gpu(139, false), gpu(3, true), gpu(139, true)];
+        let error = chosen((Some("0-2"), None, None), &mixed, None).unwrap_err();
+        let lines: Vec<&str> = error.lines().collect();
+        assert_eq!(lines.len(), 2, "{error}");
+        assert!(lines[0].contains("GPU 0 (NVIDIA H200) is in exclusive"));
+        assert!(lines[1].contains("GPU 1 (NVIDIA H200) is busy: 3.0 of 140.0 GiB"));
+        assert!(chosen((Some("2"), None, None), &mixed, None).is_ok());
+    }
+}

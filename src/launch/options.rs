@@ -49,6 +49,8 @@ pub struct PlaceOptions {
     pub gpus: Option<Vec<u32>>,
     /// Targets and drafters on GPUs.
     pub split: Option<(usize, usize)>,
+    /// The GPUs of targets and of drafters, one by one.
+    pub lists: Option<(Vec<u32>, Vec<u32>)>,
 }
 
 /// The frozen model.
@@ -260,10 +262,11 @@ impl Options {
             places: PlaceOptions {
                 cpu: values.pair("cpu").expect(IN_TABLE),
                 cpu_given: values.given("cpu"),
-                gpus: values.text("gpus").and_then(|list| parse_gpus(list).ok()),
+                gpus: gpu_list(values, "gpus"),
                 split: values.pair("split"),
             },
             target: TargetOptions {
+                lists: gpu_list(values, "targets").zip(gpu_list(values, "drafters")),
                 model: path(values, "target-model"),
                 chat_template: path(values, "chat-template"),
                 assume_tied: values.switch("assume-tied"),
@@ -424,16 +427,26 @@ fn json_value((key, value): (String, String)) -> (String, serde_json::Value) {
     (key, value)
 }
 
-/// What no single option can know.
-fn check_combinations(values: &mut Values, demo: bool) {
-    let has_data = !values.texts("data").is_empty();
-    let has_model = values.text("target-model").is_some();
-    if let Some(list) = values.text("gpus").map(ToOwned::to_owned) {
-        if let Err(what) = parse_gpus(&list) {
-            values.wrong("gpus", what);
+fn gpu_list(values: &Values, name: &str) -> Option<Vec<u32>> {
+    parse_gpus(values.text(name)?).ok()
+}
+
+/// Flags about GPUs, each by itself and against the others.
+fn check_gpus(values: &mut Values) {
+    for name in ["gpus", "targets", "drafters"] {
+        let Some(list) = values.text(name).map(ToOwned::to_owned) else {
+            continue;
+        };
+        match parse_gpus(&list) {
+            Err(what) if name == "drafters" && what.ends_with("twice") => {
+                let why = "two drafters on one GPU would only take turns";
+                values.wrong(name, format!("{what}: {why}"));
+            }
+            Err(what) => values.wrong(name, what),
+            Ok(_) => {}
         }
         if values.given("cpu") {
-            values.wrong("gpus", "and --cpu exclude each other");
+            values.wrong(name, "and --cpu exclude each other");
         }
     }
     if values.given("split") && values.given("cpu") {
@@ -442,6 +455,29 @@ fn check_combinations(values: &mut Values, demo: bool) {
     if !demo && has_model && !has_data {
         values.wrong("data", "is missing: which conversations to train on (only the demo, without a model, brings its own)");
     }
+    for (name, other) in [("targets", "drafters"), ("drafters", "targets")] {
+        if !values.given(name) {
+            continue;
+        }
+        if !values.given(other) {
+            values.wrong(name, format!("needs --{other} beside it"));
+        }
+        for whole in ["gpus", "split"] {
+            if values.given(whole) {
+                values.wrong(
+                    whole,
+                    format!("and --{name} exclude each other: the lists say all"),
+                );
+            }
+        }
+    }
+}
+
+/// What no single option can know.
+fn check_combinations(values: &mut Values, demo: bool) {
+    let has_data = !values.texts("data").is_empty();
+    let has_model = values.text("target-model").is_some();
+    check_gpus(values);
     if !demo && has_data && !has_model {
         values.wrong("target-model", "is missing: which model to train a drafter for (only the demo, without data, brings its own)");
     }
@@ -480,7 +516,12 @@ fn check_combinations(values: &mut Values, demo: bool) {
             );
         }
     }
-    if let Some((targets, drafters)) = values.pair("split").or_else(|| values.pair("cpu")) {
+    let lists = gpu_list(values, "targets").zip(gpu_list(values, "drafters"));
+    let counts = lists.map(|(targets, drafters)| (targets.len(), drafters.len()));
+    if let Some((targets, drafters)) = counts
+        .or_else(|| values.pair("split"))
+        .or_else(|| values.pair("cpu"))
+    {
         for name in values.workers("show") {
             let count = match name.role {
                 Role::Target => targets,

@@ -180,6 +180,9 @@ pub fn gpu_places(gpus: &[u32], targets: usize, drafters: usize) -> Result<Vec<P
 /// # Errors
 /// In words: what part of it is no number or range, runs backwards, or names a GPU twice.
 pub fn parse_gpus(text: &str) -> Result<Vec<u32>, String> {
+    if text.trim().is_empty() {
+        return Err("the list is empty: name GPUs such as 0-3,6, or leave the flag out".to_owned());
+    }
     let mut gpus = Vec::new();
     for part in text.split(',') {
         let number = |text: &str| {
@@ -205,6 +208,20 @@ pub fn parse_gpus(text: &str) -> Result<Vec<u32>, String> {
         }
     }
     Ok(gpus)
+}
+
+/// GPU places from a list for each role; a GPU may be in both.
+pub fn listed_places(targets: &[u32], drafters: &[u32]) -> Vec<Place> {
+    let of_role = |role, gpus: &[u32]| {
+        let place = |(rank, &ordinal): (usize, &u32)| Place {
+            worker: WorkerName::new(role, rank as u32),
+            device: Device::Gpu { ordinal },
+        };
+        gpus.iter().enumerate().map(place).collect::<Vec<_>>()
+    };
+    let mut places = of_role(Role::Target, targets);
+    places.append(&mut of_role(Role::Drafter, drafters));
+    places
 }
 
 /// Slots that a ring must have, and the number taken by default: the units of the largest step, since slots are
@@ -280,7 +297,10 @@ mod tests {
         for (text, what) in [
             ("0,0", "named twice"),
             ("7-0", "runs backwards"),
-            ("", "no GPU number"),
+            ("", "the list is empty"),
+            (" ", "the list is empty"),
+            ("0,", "no GPU number"),
+            ("-1", "no GPU number"),
             ("0-", "no GPU number"),
             ("a", "no GPU number"),
             ("0-9999", "more GPUs"),

@@ -351,7 +351,6 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
 /// the places, all visible GPUs, or none if CPUs are used.
 fn choose_places(options: &Options, cost: RoleCost) -> Result<(Vec<Place>, Vec<Gpu>), Refusal> {
     let wanted = &options.places;
-    let refuse = |what: String| Refusal(vec![what]);
     let cpu = || {
         let (targets, drafters) = wanted.cpu;
         let places = places::cpu_places(places::machine_threads(), targets, drafters, cost);
@@ -362,38 +361,21 @@ fn choose_places(options: &Options, cost: RoleCost) -> Result<(Vec<Place>, Vec<G
     }
     let visible = match gpus::visible() {
         Ok(visible) => visible,
-        Err(what) if wanted.gpus.is_some() || wanted.split.is_some() => {
-            return Err(refuse(format!("--gpus: {what}")));
-        }
+        Err(what) if asked => return Err(Refusal(vec![format!("no GPU can be used: {what}")])),
         Err(what) => {
             tracing::debug!("no GPU: {what}");
             return Ok(cpu());
+    let asked = wanted.gpus.is_some() || wanted.split.is_some() || wanted.lists.is_some();
         }
     };
-    let chosen = match &wanted.gpus {
-        Some(chosen) => chosen.clone(),
-        None if visible.is_empty() => return Ok(cpu()),
-        None => (0..visible.len() as u32).collect(),
-    };
-    if let Some(beyond) = chosen.iter().find(|&&gpu| gpu as usize >= visible.len()) {
-        return Err(refuse(format!(
-            "--gpus: there is no GPU {beyond}: {} visible, counted from 0",
-            visible.len()
-        )));
+    if visible.is_empty() && !asked {
+        return Ok(cpu());
     }
-    let problems: Vec<String> = chosen
-        .iter()
-        .filter_map(|&gpu| visible[gpu as usize].problem(gpu))
-        .collect();
-    if !problems.is_empty() {
-        return Err(Refusal(problems));
+    let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    match gpus::choose(wanted, &visible, shown.as_deref()) {
+        Ok(places) => Ok((places, visible)),
+        Err(problems) => Err(Refusal(problems)),
     }
-    let (targets, drafters) = wanted
-        .split
-        .unwrap_or_else(|| places::default_split(chosen.len()));
-    let places = places::gpu_places(&chosen, targets, drafters)
-        .map_err(|what| refuse(format!("--split: {what}")))?;
-    Ok((places, visible))
 }
 
 /// The plan is also read from elsewhere, by `launcher eval` for one.

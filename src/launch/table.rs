@@ -53,6 +53,20 @@ pub static TRAIN: &[Group] = &[
                 Later("1:1 on one GPU, else five targets to three drafters"),
                 "T targets and D drafters on the GPUs; roles may share a GPU, two drafters may not",
             ),
+            Flag::new(
+                "targets",
+                "LIST",
+                Kind::Text,
+                Later("see --split"),
+                "GPUs of the targets, one each, such as 0-4; with --drafters",
+            ),
+            Flag::new(
+                "drafters",
+                "LIST",
+                Kind::Text,
+                Later("see --split"),
+                "GPUs of the drafters, one each, such as 5-7; with --targets, whose GPUs they may share",
+            ),
         ],
     },
     Group {
