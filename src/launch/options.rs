@@ -62,6 +62,8 @@ pub struct TargetOptions {
     pub chat_template: Option<PathBuf>,
     /// Take the embedding as head where nothing says that they are tied.
     pub assume_tied: bool,
+    /// Random weights of its config's sizes, in place of its files.
+    pub dummy: bool,
 }
 
 /// The model to train.
@@ -264,12 +266,13 @@ impl Options {
                 cpu_given: values.given("cpu"),
                 gpus: gpu_list(values, "gpus"),
                 split: values.pair("split"),
+                lists: gpu_list(values, "targets").zip(gpu_list(values, "drafters")),
             },
             target: TargetOptions {
-                lists: gpu_list(values, "targets").zip(gpu_list(values, "drafters")),
                 model: path(values, "target-model"),
                 chat_template: path(values, "chat-template"),
                 assume_tied: values.switch("assume-tied"),
+                dummy: values.text("load-format") == Some("dummy"),
             },
             drafter: DrafterOptions {
                 layers,
@@ -452,9 +455,6 @@ fn check_gpus(values: &mut Values) {
     if values.given("split") && values.given("cpu") {
         values.wrong("split", "is for GPUs; --cpu T:D already says how many");
     }
-    if !demo && has_model && !has_data {
-        values.wrong("data", "is missing: which conversations to train on (only the demo, without a model, brings its own)");
-    }
     for (name, other) in [("targets", "drafters"), ("drafters", "targets")] {
         if !values.given(name) {
             continue;
@@ -478,6 +478,9 @@ fn check_combinations(values: &mut Values, demo: bool) {
     let has_data = !values.texts("data").is_empty();
     let has_model = values.text("target-model").is_some();
     check_gpus(values);
+    if !demo && has_model && !has_data {
+        values.wrong("data", "is missing: which conversations to train on (only the demo, without a model, brings its own)");
+    }
     if !demo && has_data && !has_model {
         values.wrong("target-model", "is missing: which model to train a drafter for (only the demo, without data, brings its own)");
     }

@@ -128,6 +128,9 @@ pub struct TargetPlan {
     pub fingerprint: String,
     /// The embedding is the head where nothing says that they are tied.
     pub assume_tied: bool,
+    /// It has random weights.
+    #[serde(default)]
+    pub dummy: bool,
 }
 
 /// The model to train.
@@ -304,6 +307,7 @@ impl Plan {
                 hub: facts.hub,
                 fingerprint: facts.target,
                 assume_tied: options.target.assume_tied,
+                dummy: options.target.dummy,
             },
             drafter: DrafterPlan {
                 config_file: options.drafter.config.clone(),

@@ -21,7 +21,7 @@ use crate::data::{
     Prepared as TokenisedSet, Progress, TextOptions, Workload, WorkloadSpec,
 };
 use crate::model::drafter::{DraftOptions, DrafterConfig, ParamLayout};
-use crate::model::{TargetConfig, TargetFiles, end_token_ids};
+use crate::model::{ModelError, TargetConfig, TargetFiles, end_token_ids};
 use crate::monitor::console::Console;
 use crate::shm::{Dtype, Geometry, LedgerImage, units_per_step};
 use crate::train::checkpoint::newest_checkpoint;
@@ -125,7 +125,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     for request in &requests {
         problems.extend(data::check(request).iter().map(ToString::to_string));
     }
-    match TargetFiles::open(&source.model, options.target.assume_tied) {
+    match open_target(options, &source.model) {
         Err(error) => problems.push(error.to_string()),
         Ok(files) => problems.extend(sources::unsupported(&options.loss, files.config())),
     }
@@ -135,7 +135,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     }
     let output = OutputDir::take(&path, existing)?;
 
-    let files = TargetFiles::open(&source.model, options.target.assume_tied)?;
+    let files = open_target(options, &source.model)?;
     let target = files.config();
     let embedding_rows = target.vocab_size;
     let sets = requests
@@ -308,6 +308,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         run_id: String::new(),
         target: source.model.clone(),
         assume_tied: options.target.assume_tied,
+        dummy: options.target.dummy,
         prefill_tokens: options.ring.prefill_tokens,
         drafter: config,
         work: spec,
@@ -347,7 +348,14 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     })
 }
 
-/// The GPUs that were asked for, or all visible ones; CPUs where there are none, or where they were asked for. With
+fn open_target(options: &Options, dir: &Path) -> Result<TargetFiles, ModelError> {
+    match options.target.dummy {
+        true => TargetFiles::dummy(dir),
+        false => TargetFiles::open(dir, options.target.assume_tied),
+    }
+}
+
+/// GPUs as they were asked for, or all visible ones; CPUs where there are none, or where they were asked for. With
 /// the places, all visible GPUs, or none if CPUs are used.
 fn choose_places(options: &Options, cost: RoleCost) -> Result<(Vec<Place>, Vec<Gpu>), Refusal> {
     let wanted = &options.places;
@@ -359,13 +367,13 @@ fn choose_places(options: &Options, cost: RoleCost) -> Result<(Vec<Place>, Vec<G
     if wanted.cpu_given {
         return Ok(cpu());
     }
+    let asked = wanted.gpus.is_some() || wanted.split.is_some() || wanted.lists.is_some();
     let visible = match gpus::visible() {
         Ok(visible) => visible,
         Err(what) if asked => return Err(Refusal(vec![format!("no GPU can be used: {what}")])),
         Err(what) => {
             tracing::debug!("no GPU: {what}");
             return Ok(cpu());
-    let asked = wanted.gpus.is_some() || wanted.split.is_some() || wanted.lists.is_some();
         }
     };
     if visible.is_empty() && !asked {

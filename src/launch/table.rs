@@ -80,6 +80,13 @@ pub static TRAIN: &[Group] = &[
                 "The frozen model: a Hugging Face directory, or a name such as Qwen/Qwen3-8B or owner/name@revision, fetched into the cache of Hugging Face's tools",
             ),
             Flag::new(
+                "load-format",
+                "FORMAT",
+                Kind::Word(&["auto", "dummy"]),
+                Is("auto"),
+                "auto: the model's files; dummy: random weights from its config.json, for measuring speed",
+            ),
+            Flag::new(
                 "chat-template",
                 "FILE",
                 Kind::Text,

@@ -14,8 +14,8 @@ use crate::engine::Engine;
 use crate::engine::cpu::Cpu;
 use crate::engine::cuda::Cuda;
 use crate::launch::process;
+use crate::model::TargetHead;
 use crate::model::drafter::{Document, DrafterConfig, DrafterModel, ParamLayout, Params};
-use crate::model::{TargetFiles, TargetHead};
 use crate::shm::{
     Activity, Agreed, Closed, Drafter, Entry, Item, Joined, Reduce, Reduced, RunId, Save, Segment,
     Settled, StopReason, Take, Vote,
@@ -138,7 +138,7 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
             .map(|path| Replay::read(path, units, drafters))
             .transpose()?;
         let config = DrafterConfig::from_json(&plan.drafter)?;
-        let files = TargetFiles::open(&plan.target, plan.assume_tied)?;
+        let files = plan.target_files()?;
         let head = TargetHead::load(engine, &files)?;
         let layout = ParamLayout::new(&config);
         let mut progress = Progress {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::WorkloadSpec;
 use crate::engine::LossOptions;
+use crate::model::{ModelError, TargetFiles};
 use crate::train::options::OptimizerOptions;
 
 /// One worker's orders. The two roles read different parts of it.
@@ -23,6 +24,8 @@ pub struct WorkerPlan {
     pub target: PathBuf,
     /// Take the embedding as head where nothing says that they are tied.
     pub assume_tied: bool,
+    /// Random weights of its config's sizes, in place of its files.
+    pub dummy: bool,
     /// Most tokens of one target forward.
     pub prefill_tokens: usize,
     /// The drafter's config.json.
@@ -45,6 +48,19 @@ pub struct WorkerPlan {
     pub eval_every: Option<u64>,
     /// What checkpoints hold, and where.
     pub saving: Saving,
+}
+
+impl WorkerPlan {
+    /// The frozen model.
+    ///
+    /// # Errors
+    /// What is wrong with its files.
+    pub fn target_files(&self) -> Result<TargetFiles, ModelError> {
+        match self.dummy {
+            true => TargetFiles::dummy(&self.target),
+            false => TargetFiles::open(&self.target, self.assume_tied),
+        }
+    }
 }
 
 /// Where a drafter's values come from.

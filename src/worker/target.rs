@@ -11,7 +11,7 @@ use crate::engine::cuda::Cuda;
 use crate::engine::{Engine, Queue};
 use crate::launch::process;
 use crate::model::drafter::DrafterConfig;
-use crate::model::{Captured, Target as Model, TargetFiles, TargetNeeds};
+use crate::model::{Captured, Target as Model, TargetNeeds};
 use crate::shm::{Activity, Claim, Geometry, Lease, Next, RunId, Segment, Target, UnitInfo};
 
 /// Units with non-finite hidden states that are tolerated: one in this many.
@@ -78,7 +78,7 @@ impl<'a, E: Engine> Prefiller<'a, E> {
             final_hidden: plan.loss.use_soft_labels,
             lm_head: false,
         };
-        let files = TargetFiles::open(&plan.target, plan.assume_tied)?;
+        let files = plan.target_files()?;
         let mut model = Model::load(engine, &files, needs)?;
         model.reserve(engine, work.slot_tokens() as usize)?;
         Ok(Self {
