@@ -189,7 +189,7 @@ def drafter():
         weight = torch.exp(-(torch.arange(BLOCK) - 1) / 7.0)
         weight[0] = 0
         weight = weight.repeat(blocks)
-        scored = weight > 0
+        scored, weight_sum = weight > 0, weight.sum().item()
 
         def run(forward):
             hidden = forward(embedding[ids], states, attend, turn)
@@ -205,10 +205,11 @@ def drafter():
             for p, master in zip(net.parameters(), masters):
                 master.grad.copy_(p.grad)
                 p.grad = None
-            torch._foreach_div_([m.grad for m in masters], weight.sum().item())
-            torch.nn.utils.clip_grad_norm_(masters, 1.0)
-            optimizer.step()
-            torch._foreach_copy_(list(net.parameters()), masters)
+            with torch.no_grad():
+                torch._foreach_div_([m.grad for m in masters], weight_sum)
+                torch.nn.utils.clip_grad_norm_(masters, 1.0)
+                optimizer.step()
+                torch._foreach_copy_(list(net.parameters()), masters)
 
         for name, forward in [("eager", net), ("compiled", torch.compile(net))]:
             ms = median_ms(lambda: run(forward), 5)
@@ -216,16 +217,19 @@ def drafter():
             print(f"{what:58} {ms:9.3f} ms {documents / ms * 1e3:9.2f} samples/s", flush=True)
 
 
+PARTS = {part.__name__: part for part in [products, causal, head, blocks, copies, model, drafter]}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", action="store_true", help="also a whole prefill and training steps")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be given again")
     arguments = parser.parse_args()
     torch.set_default_device("cuda")
     x_type = torch.bfloat16
     print(torch.cuda.get_device_name(), torch.__version__)
-    for part in [products, causal, head, blocks, copies] + [model, drafter] * arguments.models:
+    for name in arguments.only or [name for name in PARTS if arguments.models or name not in ("model", "drafter")]:
         try:
-            part()
+            PARTS[name]()
         except (RuntimeError, ImportError) as error:  # the other lines still count
-            print(f"{part.__name__}: {error}", flush=True)
+            print(f"{name}: {error}", flush=True)
         torch.cuda.empty_cache()
