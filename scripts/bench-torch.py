@@ -3,9 +3,10 @@
 
 Qwen3-8B shapes, random data, medians of CUDA-event times after a warm-up. `--models` also times a whole prefill
 of Hugging Face's Qwen3 (8 documents of 2048 tokens, random weights), eager and compiled, and training steps of a
-DFlash drafter with flex attention, float32 masters and fused AdamW.
+DFlash drafter with flex attention, float32 masters and fused AdamW. With several GPUs, also an all-reduce over all.
 """
 import argparse
+import time
 import torch
 import torch.nn.functional as F
 
@@ -217,7 +218,32 @@ def drafter():
             print(f"{what:58} {ms:9.3f} ms {documents / ms * 1e3:9.2f} samples/s", flush=True)
 
 
-PARTS = {part.__name__: part for part in [products, causal, head, blocks, copies, model, drafter]}
+def sum_of(rank, count):
+    import torch.distributed as dist
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29531", rank=rank, world_size=count,
+                            device_id=torch.device("cuda", rank))
+    values, times = torch.zeros(1 << 28, device="cuda"), []
+    for _ in range(12):
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    seconds = min(times)
+    speed = 2e-9 * (count - 1) / count * 4 * values.numel() / seconds
+    print(f"all-reduce of 1 GiB float32, rank {rank} of {count} {1e3 * seconds:9.3f} ms {speed:9.1f} GB/s bus", flush=True)
+    dist.destroy_process_group()
+
+
+def sums():
+    count = torch.cuda.device_count()
+    if count > 1:
+        torch.multiprocessing.spawn(sum_of, (count,), count)
+
+
+PARTS = {part.__name__: part for part in [products, causal, head, blocks, copies, sums, model, drafter]}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -230,6 +256,6 @@ if __name__ == "__main__":
     for name in arguments.only or [name for name in PARTS if arguments.models or name not in ("model", "drafter")]:
         try:
             PARTS[name]()
-        except (RuntimeError, ImportError) as error:  # the other lines still count
+        except Exception as error:  # the other lines still count
             print(f"{name}: {error}", flush=True)
         torch.cuda.empty_cache()
