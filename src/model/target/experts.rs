@@ -63,22 +63,26 @@ impl<E: Engine> Experts<E> {
 /// lower one first in a tie.
 fn route(logits: &[f32], config: &ExpertsConfig) -> Vec<Share> {
     let mut shares = vec![Share::default(); config.count];
-    let mut order: Vec<usize> = Vec::with_capacity(config.count);
+    let mut chosen: Vec<usize> = Vec::with_capacity(config.per_token + 1);
     for (row, logits) in logits.chunks(config.count).enumerate() {
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let likely: Vec<f32> = logits.iter().map(|z| (z - largest).exp()).collect();
-        order.clear();
-        order.extend(0..config.count);
-        order.sort_by(|&a, &b| likely[b].total_cmp(&likely[a]));
-        let chosen = &order[..config.per_token];
+        chosen.clear();
+        for (expert, &z) in logits.iter().enumerate() {
+            if chosen.len() == config.per_token && z <= logits[chosen[config.per_token - 1]] {
+                continue;
+            }
+            let at = chosen.partition_point(|&other| logits[other] >= z);
+            chosen.insert(at, expert);
+            chosen.truncate(config.per_token);
+        }
+        let likely = |z: f32| (z - logits[chosen[0]]).exp();
         let total: f32 = if config.normalised {
-            chosen.iter().map(|&e| likely[e]).sum()
+            chosen.iter().map(|&expert| likely(logits[expert])).sum()
         } else {
-            likely.iter().sum()
+            logits.iter().map(|&z| likely(z)).sum()
         };
-        for &expert in chosen {
+        for &expert in &chosen {
             shares[expert].rows.push(row as u32);
-            shares[expert].weights.push(likely[expert] / total);
+            shares[expert].weights.push(likely(logits[expert]) / total);
         }
     }
     shares
