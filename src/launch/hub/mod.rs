@@ -116,7 +116,7 @@ pub enum HubError {
     NoCache,
     /// The network may not be used, and the cache lacks the model.
     #[error(
-        "{name} is not in the cache {}, and HF_HUB_OFFLINE keeps this program from fetching it; unset it, or give a directory",
+        "{name} is no directory and not in the cache {}, and HF_HUB_OFFLINE keeps this program from fetching it; unset it, or give a directory",
         cache.display()
     )]
     Offline {
@@ -156,7 +156,7 @@ pub enum HubError {
     },
     /// The hub cannot be reached, and the cache lacks the model.
     #[error(
-        "{endpoint} cannot be asked for {name} ({error}), and {} does not hold it; check the network and HF_ENDPOINT, or give a directory",
+        "{endpoint} cannot be asked for {name} ({error}), there is no directory of that name, and {} does not hold it; check the network and HF_ENDPOINT, or give a directory",
         cache.display()
     )]
     Unreachable {

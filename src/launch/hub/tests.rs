@@ -274,7 +274,8 @@ fn a_file_that_was_cut_off_is_taken_up_where_it_stopped() {
 
 #[test]
 fn repositories_without_whole_weights_are_refused() {
-    let says = |change: &dyn Fn(&mut BTreeMap<String, Vec<u8>>)| {
+    type Files = BTreeMap<String, Vec<u8>>;
+    let says = |change: &dyn Fn(&mut Files)| {
         let mut served = served();
         change(&mut served.files);
         let server = Server::start(served);
