@@ -16,7 +16,7 @@ use super::{GoldenFile, row_spread, skipped};
 const FLOAT: f64 = 1e-4;
 /// How many times as far as transformers itself in bf16 a GPU may be off: both round at other places, and each at
 /// its own worst row.
-const AS_FAR: f64 = 2.0;
+const AS_FAR: f64 = 3.0;
 
 /// What a pass gives: captured states of all layers, final hidden states, logits.
 struct Outputs {
