@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use slipstream::launch::cli::{self, Invocation};
-use slipstream::launch::{evaluate, export, run};
+use slipstream::launch::{check_data, evaluate, export, run};
 
 fn main() -> ExitCode {
     let code = match cli::parse(std::env::args_os()) {
@@ -11,6 +11,7 @@ fn main() -> ExitCode {
         Ok(Invocation::Train(options)) => run::train(&options),
         Ok(Invocation::Eval(options)) => evaluate::evaluate(&options),
         Ok(Invocation::Export(options)) => export::export(&options),
+        Ok(Invocation::CheckData(options)) => check_data::check_data(&options),
     };
     ExitCode::from(code)
 }

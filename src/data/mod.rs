@@ -25,6 +25,7 @@ mod row_tokens;
 mod rows;
 mod set;
 pub mod split;
+pub mod statistics;
 mod template;
 mod tokenizer;
 pub mod units;
