@@ -76,8 +76,8 @@ fn files_that_are_missing_are_named_before_anything_starts() {
             "out",
         ],
         &[
-            "error: --data /no/data.jsonl: No such file or directory (os error 2)",
-            "error: --target-model /no/model: No such file or directory (os error 2)",
+            "error: /no/data.jsonl: no such file or folder; check the path given to --data",
+            "error: /no/model: no such file or folder; check the path given to --target-model",
         ],
     );
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use slipstream::data::{
     ChatTokenizer, DataError, MaskTokenRequest, ModelVocabulary, PrepareRequest, Prepared,
-    TokenSet, check_vocabulary, choose_mask_token, demo, prepare,
+    TokenSet, Workload, WorkloadSpec, check_vocabulary, choose_mask_token, demo, prepare,
     split::{SplitOptions, split, whole},
     units::{Order, PackLimits, pack, write_units},
 };
@@ -572,4 +572,66 @@ fn two_beginnings_become_one() {
     let document = plain.set.document(0);
     assert_eq!((document.ids[0], document.mask[0]), (0, 0));
     assert_eq!(document.ids.iter().filter(|&&id| id == 0).count(), 1);
+}
+
+#[test]
+fn files_appear_as_often_as_their_weights_say() {
+    let world = World::new(400);
+    let second = world.dir.path().join("second.jsonl");
+    let text = fs::read_to_string(&world.data).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    fs::write(&world.data, lines[..100].join("\n")).unwrap();
+    fs::write(&second, lines[100..].join("\n")).unwrap();
+    let request = PrepareRequest {
+        data: vec![world.data.clone(), second],
+        ..world.request()
+    };
+    let made = run(&request);
+    assert_eq!(made.sources, [0, 1]);
+    let spec = |weights: &[f64], seed| WorkloadSpec {
+        tokens: made.cache_path.clone(),
+        eval_tokens: None,
+        split: SplitOptions {
+            fraction: 0.05,
+            seed,
+            ..SplitOptions::default()
+        },
+        weights: weights.to_vec(),
+        limits: PackLimits {
+            slot_tokens: 512,
+            unit_anchors: 128,
+            anchors: 32,
+        },
+        epochs: 1,
+    };
+    let counts = |weights: &[f64], seed| {
+        let work = Workload::open(&spec(weights, seed)).unwrap();
+        let mut counts = vec![0u32; made.set.len()];
+        for unit in work.units.iter() {
+            // No document meets its own copy.
+            assert!(unit.documents.is_sorted_by(|a, b| a != b));
+            for &d in unit.documents {
+                counts[d as usize] += 1;
+            }
+        }
+        for unit in work.eval_units.iter() {
+            assert!(unit.documents.iter().all(|&d| counts[d as usize] == 0));
+        }
+        counts
+    };
+    let once = counts(&[], 0);
+    assert_eq!(counts(&[1.0, 1.0], 0), once);
+    let weighted = counts(&[3.0, 0.5], 0);
+    for (d, (&n, &plain)) in weighted.iter().zip(&once).enumerate() {
+        match d < 100 {
+            true => assert_eq!(n, 3 * plain),
+            false => assert!(n <= plain),
+        }
+    }
+    let half: u32 = weighted[100..].iter().sum();
+    assert!((110..180).contains(&half), "{half} of about 285");
+    assert_ne!(counts(&[3.0, 0.5], 1), weighted);
+
+    let none = Workload::open(&spec(&[1e-9, 1e-9], 0)).unwrap_err();
+    assert!(none.to_string().contains("--data-weights"), "{none}");
 }

@@ -138,7 +138,7 @@ fn each_row_is_kept_or_skipped_for_its_reason() {
             skipped: &[(
                 ToolsUnsupported,
                 3,
-                "1 tried to use + operator on unsupported types string and undefined (line 2 of the template)",
+                "1 tried to use + operator on unsupported types string and undefined",
             )],
         },
         // This one leaves tool results out without a word.
@@ -167,7 +167,11 @@ fn each_row_is_kept_or_skipped_for_its_reason() {
             template: CHATML,
             rows: &[0],
             skipped: &[
-                (NoConversation, 3, "7 no `messages` or `conversations` key"),
+                (
+                    NoConversation,
+                    3,
+                    "7 no `messages`, `conversations`, `prompt` or other known key",
+                ),
                 (
                     MalformedMessage,
                     6,
@@ -239,12 +243,14 @@ fn each_row_is_kept_or_skipped_for_its_reason() {
                 (*reason, skip.count, text)
             })
             .collect();
-        let expected: Vec<(SkipReason, u64, String)> = case
-            .skipped
-            .iter()
-            .map(|&(reason, count, text)| (reason, count, text.to_owned()))
-            .collect();
-        assert_eq!(skipped, expected, "{what}");
+        let as_expected = |(found, &(reason, count, text)): (&(SkipReason, u64, String), _)| {
+            (found.0, found.1) == (reason, count) && found.2.starts_with(text)
+        };
+        assert!(
+            skipped.len() == case.skipped.len()
+                && skipped.iter().zip(case.skipped).all(as_expected),
+            "{what}: {skipped:?}"
+        );
     }
 }
 
@@ -253,13 +259,13 @@ fn each_file_that_cannot_be_used_refuses() {
     for (name, message) in [
         (
             "nowhere.jsonl",
-            "no such file; check the path given to --data",
+            "no such file or folder; check the path given to --data",
         ),
         ("zero_bytes.jsonl", "holds no record"),
         ("blank.jsonl", "holds no record"),
         (
             "no_key.jsonl",
-            "no_key.jsonl:1: row 1 has no `messages` or `conversations` key (keys: prompt, completion, id)",
+            "no_key.jsonl:1: row 1 has no known conversation key (keys: title, body, id)",
         ),
         (
             "text_key.jsonl",
@@ -267,16 +273,15 @@ fn each_file_that_cannot_be_used_refuses() {
         ),
         (
             "array.json",
-            "one JSON array, not JSON lines in UTF-8; write one record per line",
+            "one JSON array, not JSON lines in UTF-8 or Parquet; write one record per line",
         ),
         ("array_one_line.json", "one JSON array"),
         (
             "lfs_pointer.jsonl",
             "Git LFS pointer, not the file; run `git lfs pull`",
         ),
-        ("packed.jsonl", "a gzip file"),
         ("utf16.jsonl", "UTF-16 text"),
-        ("templates", "no .jsonl file"),
+        ("templates", "the folder holds no .jsonl"),
         (
             "nothing_usable.jsonl",
             "none of the 3 rows can be trained on: 1 empty",
@@ -505,4 +510,90 @@ fn a_template_variable_reaches_the_template() {
     let set = run(&request).unwrap();
     let text = set.tokenizer.decode(set.set.document(0).ids).unwrap();
     assert!(text.starts_with("calm[user]How"), "{text}");
+}
+
+#[test]
+fn the_same_rows_are_the_same_set_however_they_are_packed() {
+    let cache = tempfile::tempdir().unwrap();
+    let set = |name: &str| run(&request(name, CHATML, &cache)).unwrap().set;
+    for (plain, others) in [
+        (
+            "packed/chat.jsonl",
+            &[
+                "packed/chat.jsonl.gz",
+                "packed/chat.jsonl.zst",
+                "packed/chat.parquet",
+            ][..],
+        ),
+        ("packed/columns.jsonl", &["packed/columns.parquet"]),
+        ("packed/tokens.jsonl", &["packed/tokens.parquet"]),
+    ] {
+        let plain = set(plain);
+        assert!(plain.len() >= 2);
+        for name in others {
+            assert_eq!(set(name).content_hash(), plain.content_hash(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn columns_become_turns() {
+    let cache = tempfile::tempdir().unwrap();
+    let set = run(&request("columns.jsonl", CHATML, &cache)).unwrap();
+    assert_eq!(rows(&set), [0, 1, 2, 3, 4, 9]);
+    let text = |i: usize| set.tokenizer.decode(set.set.document(i).ids).unwrap();
+    let turn = |role: &str, said: &str| format!("<|im_start|>{role}\n{said}<|im_end|>\n");
+    let spider = turn("user", "How many legs has a spider?")
+        + &turn("assistant", "A spider has eight legs.");
+    assert_eq!(text(0), spider);
+    assert_eq!(text(2), spider);
+    assert_eq!(
+        text(1),
+        turn("system", "Be brief.")
+            + &turn("user", "Sort these.\n\nb a")
+            + &turn("assistant", "a b")
+    );
+    assert_eq!(
+        text(3),
+        turn("system", "Be brief.") + &turn("user", "Hi.") + &turn("assistant", "Hello.")
+    );
+    assert_eq!(
+        supervised(&set, 4),
+        "First.<|im_end|>|Second.<|im_end|>|Now this.<|im_end|>"
+    );
+    // Cut by length: its end token is the template's.
+    assert_eq!(supervised(&set, 5), "A spider has");
+}
+
+#[test]
+fn tokens_made_elsewhere_need_no_template_and_stay_as_they_are() {
+    let cache = tempfile::tempdir().unwrap();
+    let model = cache.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    let tokenizer = root().join("assets/tiny-target/tokenizer.json");
+    std::fs::copy(tokenizer, model.join("tokenizer.json")).unwrap();
+    let mut request = PrepareRequest {
+        model_dir: model,
+        ..request("tokens.jsonl", CHATML, &cache)
+    };
+    let set = run(&request).unwrap();
+    assert!(set.template.is_none());
+    assert_eq!(rows(&set), [0, 1, 2]);
+    assert_eq!(set.set.document(0).ids, [1, 88, 901, 202, 42, 734, 2]);
+    assert_eq!(set.set.document(0).mask, [0, 0, 0, 0, 1, 1, 1]);
+    assert_eq!(set.set.document(1).mask, [0, 1, 1, 1]);
+    assert_eq!(set.set.document(2).mask, [0, 1, 1, 1]);
+
+    // A conversation among them cannot be rendered, and one at the beginning refuses.
+    request.data.push(input("one_row.jsonl"));
+    let error = run(&request).unwrap_err().to_string();
+    assert!(error.contains("no chat template"), "{error}");
+
+    request.data = vec![input("packed/tokens.jsonl")];
+    request.options.last_turn_only = true;
+    request.options.min_loss_tokens = 1;
+    let last = run(&request).unwrap();
+    assert_eq!(last.set.document(0).mask, [0, 0, 0, 0, 1, 1, 1]);
+    // Its last stretch is one token, which gives no anchor.
+    assert_eq!(last.report.skipped[&SkipReason::NoAnchor].count, 1);
 }

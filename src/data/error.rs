@@ -16,15 +16,17 @@ pub enum DataError {
         flag: &'static str,
     },
     /// A path that does not exist.
-    #[error("{path}: no such file; check the path given to {flag}")]
+    #[error("{path}: no such file or folder; check the path given to {flag}")]
     Missing {
         /// The path as given.
         path: PathBuf,
         /// The flag it was given to.
         flag: &'static str,
     },
-    /// A folder without a `.jsonl` file.
-    #[error("{path}: the folder holds no .jsonl file; give the files themselves to {flag}")]
+    /// A folder without a data file.
+    #[error(
+        "{path}: the folder holds no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file; give the files themselves to {flag}"
+    )]
     EmptyFolder {
         /// The folder.
         path: PathBuf,
@@ -49,6 +51,32 @@ pub enum DataError {
         /// What the system said.
         source: io::Error,
     },
+    /// A packed file that breaks off or contradicts itself.
+    #[error(
+        "{path}: the {format} data cannot be read after row {line}: {message}; fetch or write the file again"
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What it is packed as.
+        format: &'static str,
+        /// Lines or rows that could be read.
+        line: u64,
+        /// What the unpacker said.
+        message: String,
+    },
+    /// A line that no record can have.
+    #[error(
+        "{path}:{line}: the line is longer than {most} MiB; write one record per line (`jq -c '.[]'` turns an array into lines)"
+    )]
+    LongLine {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// Longest accepted, in MiB.
+        most: usize,
+    },
     /// A Git LFS pointer where the file's content should be.
     #[error(
         "{path}: this is a Git LFS pointer, not the file; run `git lfs pull` in {}", .path.parent().unwrap_or(std::path::Path::new(".")).display()
@@ -57,8 +85,8 @@ pub enum DataError {
         /// The file.
         path: PathBuf,
     },
-    /// A data file in a form that is not JSON lines.
-    #[error("{path}: this is {found}, not JSON lines in UTF-8; {hint}")]
+    /// A data file in a form that is not read.
+    #[error("{path}: this is {found}, not JSON lines in UTF-8 or Parquet; {hint}")]
     NotJsonLines {
         /// The file.
         path: PathBuf,
@@ -68,7 +96,7 @@ pub enum DataError {
         hint: &'static str,
     },
     /// The first record has no conversation.
-    #[error("{path}:{line}: row 1 has no `messages` or `conversations` key (keys: {keys}); {hint}")]
+    #[error("{path}:{line}: row 1 has no known conversation key (keys: {keys}); {hint}")]
     NoConversationKey {
         /// The file.
         path: PathBuf,
@@ -235,6 +263,9 @@ pub enum DataError {
         /// The flag.
         flag: &'static str,
     },
+    /// Weights that leave no document.
+    #[error("--data-weights leaves no document to train on; raise the weights")]
+    NothingDrawn,
     /// More units than the ledger's numbers can hold.
     #[error("{units} units in {epochs} epochs are more than unit numbers can hold; lower --epochs")]
     TooManyUnits {

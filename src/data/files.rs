@@ -1,16 +1,16 @@
-//! Finding data files and reading their lines.
+//! Finding data files and looking at their beginnings.
 
-use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::DataError;
-use super::rows::CONVERSATION_KEYS;
+use super::records::{Records, head};
+use super::rows::{self, Form};
 
-const BOM: &[u8] = b"\xef\xbb\xbf";
 const LFS: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 /// Whether a file's first bytes are those of a Git LFS pointer
@@ -19,43 +19,59 @@ pub fn is_lfs_pointer(bytes: &[u8]) -> bool {
     bytes.starts_with(LFS)
 }
 
-/// One line that is not blank, without its line end and without a byte order mark.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Line {
-    /// Position of the file in the list.
-    pub(super) file: u32,
-    /// Line of the file, from 1, blank ones counted.
-    pub(super) line: u64,
-    /// Row over all files, from 0, blank lines not counted.
-    pub(super) row: u64,
-    pub(super) bytes: Vec<u8>,
+/// What a list of paths names.
+#[derive(Debug, Default)]
+pub(super) struct DataFiles {
+    /// The files, in order.
+    pub(super) files: Vec<PathBuf>,
+    /// For each file, which of the paths it came from.
+    pub(super) sources: Vec<u32>,
+    /// No file begins with a row that a chat template would have to render.
+    pub(super) need_no_template: bool,
 }
 
-/// The files that `paths` name: folders stand for their `.jsonl` files by name. Every problem that
-/// can be seen without reading a whole file is added to `problems`.
+/// The files that `paths` name: folders stand for their data files by name. Every problem that can be
+/// seen without reading a whole file is added to `problems`.
 pub(super) fn list(
     paths: &[PathBuf],
     flag: &'static str,
     raw_text: bool,
     problems: &mut Vec<DataError>,
-) -> Vec<PathBuf> {
+) -> DataFiles {
     if paths.is_empty() {
         problems.push(DataError::NoData { flag });
     }
-    let mut files = Vec::new();
-    for path in paths {
+    let mut found = DataFiles::default();
+    for (source, path) in paths.iter().enumerate() {
         match expand(path, flag) {
-            Ok(found) => files.extend(found),
+            Ok(files) => {
+                found.sources.extend(files.iter().map(|_| source as u32));
+                found.files.extend(files);
+            }
             Err(e) => problems.push(e),
         }
     }
-    for file in &files {
-        if let Err(e) = sniff(file, flag, raw_text) {
-            problems.push(e);
+    let mut rendered = found.files.is_empty();
+    for file in &found.files {
+        match sniff(file, flag, raw_text) {
+            Ok(form) => rendered |= !matches!(form, Some(Form::Tokens | Form::Text)),
+            Err(e) => problems.push(e),
         }
     }
-    files
+    found.need_no_template = !rendered;
+    found
 }
+
+/// Endings of the files that a folder stands for. Inside a file its first bytes decide.
+const ENDINGS: [&str; 7] = [
+    ".jsonl",
+    ".ndjson",
+    ".jsonl.gz",
+    ".ndjson.gz",
+    ".jsonl.zst",
+    ".ndjson.zst",
+    ".parquet",
+];
 
 fn expand(path: &Path, flag: &'static str) -> Result<Vec<PathBuf>, DataError> {
     let unreadable = |source: io::Error| match source.kind() {
@@ -74,10 +90,8 @@ fn expand(path: &Path, flag: &'static str) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for entry in fs::read_dir(path).map_err(unreadable)? {
         let file = entry.map_err(unreadable)?.path();
-        let wanted = file
-            .extension()
-            .is_some_and(|e| e == "jsonl" || e == "ndjson");
-        if wanted && file.is_file() {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        if ENDINGS.iter().any(|ending| name.ends_with(ending)) && file.is_file() {
             files.push(file);
         }
     }
@@ -91,16 +105,9 @@ fn expand(path: &Path, flag: &'static str) -> Result<Vec<PathBuf>, DataError> {
     }
 }
 
-/// Looks at a file's first bytes and first record.
-fn sniff(path: &Path, flag: &'static str, raw_text: bool) -> Result<(), DataError> {
-    let read_error = |source| DataError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let mut head = Vec::new();
-    File::open(path)
-        .and_then(|f| f.take(64).read_to_end(&mut head))
-        .map_err(read_error)?;
+/// Looks at a file's first bytes and first record, and says what that record is.
+fn sniff(path: &Path, flag: &'static str, raw_text: bool) -> Result<Option<Form>, DataError> {
+    let head = head(path)?;
     if is_lfs_pointer(&head) {
         return Err(DataError::LfsPointer {
             path: path.to_owned(),
@@ -113,21 +120,37 @@ fn sniff(path: &Path, flag: &'static str, raw_text: bool) -> Result<(), DataErro
             hint,
         });
     }
-    let mut lines = Lines::open(path, 0, 0)?;
+    let mut records = Records::open(path, 0, 0)?;
+    if let Some(columns) = records.columns() {
+        // Its first row may hold nothing under a column that others fill.
+        check_columns(path, &columns, raw_text)?;
+    }
+    let is_table = records.columns().is_some();
     let mut any = false;
-    while let Some(line) = lines.next()? {
+    loop {
+        let record = match records.next() {
+            Ok(Some(record)) => record,
+            Ok(None) => break,
+            Err(DataError::LongLine { line: 1, .. }) if head.trim_ascii().starts_with(b"[") => {
+                return Err(json_array(path));
+            }
+            Err(e) => return Err(e),
+        };
         any = true;
-        if line.row == 0 && line.bytes.trim_ascii() == b"[" {
+        if record.row == 0 && record.bytes.trim_ascii() == b"[" {
             return Err(json_array(path));
         }
-        let Ok(row) = serde_json::from_slice::<Value>(&line.bytes) else {
+        let Ok(row) = serde_json::from_slice::<Value>(&record.bytes) else {
             continue;
         };
-        return check_first_record(path, line.line, &row, raw_text);
+        if !is_table {
+            check_first_record(path, record.line, &row, raw_text)?;
+        }
+        return Ok(rows::form(&row, raw_text));
     }
     match any {
         // Lines, but no JSON: the count of malformed lines will say so.
-        true => Ok(()),
+        true => Ok(None),
         false => Err(DataError::EmptyFile {
             path: path.to_owned(),
             flag,
@@ -144,15 +167,12 @@ fn json_array(path: &Path) -> DataError {
 }
 
 fn other_format(head: &[u8]) -> Option<(&'static str, &'static str)> {
-    let unpack = "unpack it first";
-    let convert = "convert it to JSON lines first";
+    let unpack = "unpack it, or pack it with gzip or zstd";
+    let convert = "convert it to Parquet or to JSON lines first";
     [
-        (&b"\x1f\x8b"[..], "a gzip file", unpack),
-        (b"\x28\xb5\x2f\xfd", "a zstd file", unpack),
-        (b"\xfd7zXZ", "an xz file", unpack),
+        (&b"\xfd7zXZ"[..], "an xz file", unpack),
         (b"BZh", "a bzip2 file", unpack),
         (b"PK\x03\x04", "a zip file", unpack),
-        (b"PAR1", "a Parquet file", convert),
         (b"ARROW1", "an Arrow file", convert),
         (
             b"\xff\xfe",
@@ -170,158 +190,69 @@ fn other_format(head: &[u8]) -> Option<(&'static str, &'static str)> {
     .map(|(_, found, hint)| (found, hint))
 }
 
+/// The advice for a row without any known key.
+const RENAME: &str = "rename the key that holds the list of messages to `messages`, or those of question and answer to `prompt` and `response`";
+const RAW: &str = "train on the plain text under `text` with --raw-text";
+
+fn refuse_keys(path: &Path, line: u64, keys: &[String], hint: &str) -> Result<(), DataError> {
+    Err(DataError::NoConversationKey {
+        path: path.to_owned(),
+        line,
+        keys: match keys.is_empty() {
+            true => "none".to_owned(),
+            false => keys.join(", "),
+        },
+        hint: hint.to_owned(),
+    })
+}
+
+fn check_columns(path: &Path, columns: &[String], raw_text: bool) -> Result<(), DataError> {
+    let row = Value::from_pairs(columns.iter().map(|name| (name.clone(), "")));
+    match rows::form(&row, raw_text) {
+        Some(_) => Ok(()),
+        None => refuse_keys(path, 1, columns, hint(&row)),
+    }
+}
+
+fn hint(row: &Value) -> &'static str {
+    match rows::form(row, true) {
+        Some(Form::Text) => RAW,
+        _ if rows::has_key(row, "input_ids") => {
+            "say which tokens are supervised under `loss_mask` (1) or `labels` (not -100)"
+        }
+        _ => RENAME,
+    }
+}
+
 fn check_first_record(
     path: &Path,
     line: u64,
     row: &Value,
     raw_text: bool,
 ) -> Result<(), DataError> {
-    let refuse = |keys: String, hint: &str| {
-        Err(DataError::NoConversationKey {
-            path: path.to_owned(),
-            line,
-            keys,
-            hint: hint.to_owned(),
-        })
-    };
-    let map = "rename the key that holds the list of messages";
     if row.kind() == ValueKind::Seq {
+        let is_row = |m: &Value| rows::form(m, true).is_some();
         return match row.len() {
             Some(0) => Ok(()),
-            _ if line == 1 && row.get_item_by_index(0).is_ok_and(|m| has_key(&m)) => {
+            _ if line == 1 && row.get_item_by_index(0).is_ok_and(|m| is_row(&m)) => {
                 Err(json_array(path))
             }
-            _ => refuse(
-                "none, the row is a list".to_owned(),
-                "put the list under `messages`",
-            ),
+            _ => {
+                let keys = ["the row is a list".to_owned()];
+                refuse_keys(path, line, &keys, "put the list under `messages`")
+            }
         };
     }
     if row.kind() != ValueKind::Map {
-        return refuse(format!("none, the row is a {}", row.kind()), map);
+        let keys = [format!("the row is a {}", row.kind())];
+        return refuse_keys(path, line, &keys, RENAME);
     }
-    let has_text = row
-        .get_attr("text")
-        .is_ok_and(|v| v.kind() == ValueKind::String);
-    if has_key(row) || (raw_text && has_text) {
+    if rows::form(row, raw_text).is_some() {
         return Ok(());
     }
     let keys: Vec<String> = row
         .try_iter()
         .map(|keys| keys.map(|k| k.to_string()).collect())
         .unwrap_or_default();
-    let keys = match keys.is_empty() {
-        true => "none".to_owned(),
-        false => keys.join(", "),
-    };
-    match has_text {
-        true => refuse(keys, "train on the plain text under `text` with --raw-text"),
-        false => refuse(keys, map),
-    }
-}
-
-fn has_key(row: &Value) -> bool {
-    CONVERSATION_KEYS
-        .iter()
-        .any(|key| row.get_attr(key).is_ok_and(|v| !v.is_undefined()))
-}
-
-/// The lines of one file.
-pub(super) struct Lines {
-    reader: BufReader<File>,
-    path: PathBuf,
-    file: u32,
-    line: u64,
-    row: u64,
-    bytes: u64,
-    hasher: blake3::Hasher,
-}
-
-impl Lines {
-    /// Opens the `file`-th file of a list, whose first row is number `row`.
-    pub(super) fn open(path: &Path, file: u32, row: u64) -> Result<Lines, DataError> {
-        let open = File::open(path).map_err(|source| DataError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
-        Ok(Lines {
-            reader: BufReader::with_capacity(1 << 18, open),
-            path: path.to_owned(),
-            file,
-            line: 0,
-            row,
-            bytes: 0,
-            hasher: blake3::Hasher::new(),
-        })
-    }
-
-    /// The next line that is not blank.
-    pub(super) fn next(&mut self) -> Result<Option<Line>, DataError> {
-        loop {
-            let mut bytes = Vec::new();
-            let read = self
-                .reader
-                .read_until(b'\n', &mut bytes)
-                .map_err(|source| DataError::Read {
-                    path: self.path.clone(),
-                    source,
-                })?;
-            if read == 0 {
-                return Ok(None);
-            }
-            self.hasher.update(&bytes);
-            self.bytes += read as u64;
-            self.line += 1;
-            if bytes.starts_with(BOM) {
-                bytes.drain(..BOM.len());
-            }
-            let end = bytes.trim_ascii_end().len();
-            bytes.truncate(end);
-            if bytes.is_empty() {
-                continue;
-            }
-            self.row += 1;
-            return Ok(Some(Line {
-                file: self.file,
-                line: self.line,
-                row: self.row - 1,
-                bytes,
-            }));
-        }
-    }
-
-    /// The row that the next file begins with.
-    pub(super) fn rows(&self) -> u64 {
-        self.row
-    }
-
-    /// Bytes read so far.
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Hash of what was read so far.
-    pub(super) fn hash(&self) -> blake3::Hash {
-        self.hasher.finalize()
-    }
-}
-
-/// Hash and size of a file's content.
-pub(super) fn hash_file(path: &Path) -> Result<(blake3::Hash, u64), DataError> {
-    let read = || -> io::Result<(blake3::Hash, u64)> {
-        let mut file = File::open(path)?;
-        let mut hasher = blake3::Hasher::new();
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            let n = file.read(&mut buffer)?;
-            if n == 0 {
-                return Ok((hasher.finalize(), hasher.count()));
-            }
-            hasher.update(&buffer[..n]);
-        }
-    };
-    read().map_err(|source| DataError::Read {
-        path: path.to_owned(),
-        source,
-    })
+    refuse_keys(path, line, &keys, hint(row))
 }

@@ -108,7 +108,10 @@ fn raise_exception(message: String) -> Result<Value, Error> {
 /// Python's methods: those of minijinja's own list, and a few that templates use besides.
 fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let Some(text) = value.as_str() else {
-        return pycompat::unknown_method_callback(state, value, method, args);
+        return match (value.kind(), method) {
+            (ValueKind::Seq, "index") => index_of(value, args),
+            _ => pycompat::unknown_method_callback(state, value, method, args),
+        };
     };
     let tuple = |parts: [&str; 3]| Value::from(Tuple::from(parts.map(Value::from)));
     match method {
@@ -145,6 +148,15 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
         }
         _ => pycompat::unknown_method_callback(state, value, method, args),
     }
+}
+
+/// `list.index(item)`, which raises where there is no such item.
+fn index_of(list: &Value, args: &[Value]) -> Result<Value, Error> {
+    let (item,): (&Value,) = from_args(args)?;
+    let place = list.try_iter()?.position(|other| other == *item);
+    place
+        .map(Value::from)
+        .ok_or_else(|| refuse(format!("{item} is not in list")))
 }
 
 /// Template text as Jinja2 would take it: every line end is one newline, and `{% generation %}`,
@@ -315,6 +327,7 @@ mod tests {
             "{{ none|length }}",
             "{{ xs.append(1) }}",
             "{{ d.pop('a') }}",
+            "{{ xs.index(9) }}",
             "{{ nope|tojson }}",
             "{{ 'a' in none }}",
             "{{ s|nosuchfilter }}",

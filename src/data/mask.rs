@@ -31,9 +31,33 @@ pub(super) fn encode(
     row: &Row,
     tokenizer: &ChatTokenizer,
     template: Option<&ChatTemplate>,
-    last_turn_only: bool,
+    options: &TextOptions,
 ) -> Result<Encoded, Skip> {
+    let last_turn_only = options.last_turn_only;
     match (row, template) {
+        (Row::Tokens { ids, mask }, _) => {
+            let known = tokenizer.ids();
+            if let Some(at) = ids.iter().position(|&id| id >= known) {
+                return Err(Skip::new(
+                    SkipReason::BadTokens,
+                    format!(
+                        "token id {} at position {at}; the model's tokenizer ends at {}",
+                        ids[at],
+                        known.saturating_sub(1)
+                    ),
+                ));
+            }
+            let mut row = Encoded {
+                ids: ids.clone(),
+                mask: mask.clone(),
+                context_only: 0,
+                refusal: None,
+            };
+            if last_turn_only {
+                keep_last_stretch(&mut row.mask);
+            }
+            Ok(row)
+        }
         (Row::Text(text), _) => {
             let tokens = tokenize(tokenizer.encode_plain(text))?;
             let whole = 0..text.len();
@@ -44,6 +68,10 @@ pub(super) fn encode(
                 refusal: None,
             })
         }
+        (Row::Chat { .. }, None) if !options.raw_text => Err(Skip::new(
+            SkipReason::TemplateError,
+            "a conversation, but the model has no chat template; give one with --chat-template",
+        )),
         (Row::Chat { messages, .. }, None) => encode_joined(messages, tokenizer, last_turn_only),
         (Row::Chat { messages, tools }, Some(template)) => {
             let mut chat = Chat {
@@ -64,6 +92,16 @@ pub(super) fn encode(
             }
         }
     }
+}
+
+/// Leaves only the last stretch of supervised tokens.
+fn keep_last_stretch(mask: &mut [u8]) {
+    let end = mask.iter().rposition(|&m| m == 1).map_or(0, |p| p + 1);
+    let start = mask[..end]
+        .iter()
+        .rposition(|&m| m == 0)
+        .map_or(0, |p| p + 1);
+    mask[..start].fill(0);
 }
 
 /// What is left of a row after truncation, or why nothing is.

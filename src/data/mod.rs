@@ -9,21 +9,27 @@
 //! cannot be used is a [`DataError`].
 
 mod agree;
+mod columns;
 pub mod demo;
 mod error;
 mod files;
 mod jinja;
 mod mask;
 mod mask_token;
+mod parquet;
 mod prepare;
 mod python;
+mod records;
 mod report;
+mod row_tokens;
 mod rows;
 mod set;
 pub mod split;
+pub mod statistics;
 mod template;
 mod tokenizer;
 pub mod units;
+mod weights;
 mod workload;
 
 pub use agree::{ModelVocabulary, check_vocabulary};
@@ -31,7 +37,8 @@ pub use error::DataError;
 pub use files::is_lfs_pointer;
 pub use mask_token::{MaskTokenRequest, choose_mask_token};
 pub use prepare::{
-    PrepareRequest, Prepared, Progress, TextOptions, check, default_cache_dir, prepare,
+    Inspection, PrepareRequest, Prepared, Progress, RowTokens, TextOptions, check, check_files,
+    default_cache_dir, encode_row, inspect, prepare,
 };
 pub use report::{DataReport, EXAMPLES, SkipCount, SkipExample, SkipReason};
 pub use set::{Document, DocumentInfo, TokenSet};

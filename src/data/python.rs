@@ -8,6 +8,9 @@ use std::fmt::Write;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
+/// More would be a template's mistake, and take memory by the depth of what it shows.
+const WIDEST_INDENT: usize = 256;
+
 /// How [`dump_json`] lays out its text; the fields are `json.dumps`'s parameters.
 #[derive(Debug, Clone)]
 pub(super) struct JsonLayout {
@@ -36,7 +39,13 @@ impl JsonLayout {
             Some(v) if v.is_none() => None,
             Some(v) => Some(match v.as_str() {
                 Some(text) => text.to_owned(),
-                None => " ".repeat(usize::try_from(v)?),
+                None => match usize::try_from(v)? {
+                    width if width <= WIDEST_INDENT => " ".repeat(width),
+                    width => {
+                        let what = format!("tojson: an indent of {width} is too wide");
+                        return Err(Error::new(ErrorKind::InvalidOperation, what));
+                    }
+                },
             }),
         };
         let separators = kwargs

@@ -32,6 +32,8 @@ pub enum SkipReason {
     NoAssistant,
     /// An assistant turn without text and without tool calls.
     EmptyAssistant,
+    /// A row that was tokenised elsewhere, with ids that are not the tokenizer's or a mask that does not fit.
+    BadTokens,
     /// The template cannot show the row's tools, tool calls or tool results.
     ToolsUnsupported,
     /// The template raised an error.
@@ -60,6 +62,7 @@ impl SkipReason {
             SkipReason::Multimodal => "multimodal",
             SkipReason::NoAssistant => "no_assistant",
             SkipReason::EmptyAssistant => "empty_assistant",
+            SkipReason::BadTokens => "bad_tokens",
             SkipReason::ToolsUnsupported => "tools_unsupported",
             SkipReason::TemplateError => "template_error",
             SkipReason::NoLossTokens => "no_loss_tokens",
@@ -220,12 +223,18 @@ impl DataReport {
     }
 
     /// `file:line[:column]`.
-    pub(super) fn place(&self, e: &SkipExample) -> String {
-        let file = self.files.get(e.file as usize).map_or("?", String::as_str);
+    pub fn place(&self, e: &SkipExample) -> String {
+        let line = self.line(e.file, e.line);
         match e.column {
-            Some(column) => format!("{file}:{}:{column}", e.line),
-            None => format!("{file}:{}", e.line),
+            Some(column) => format!("{line}:{column}"),
+            None => line,
         }
+    }
+
+    /// `file:line` of a line, from 1, of the `file`-th file.
+    pub fn line(&self, file: u32, line: u64) -> String {
+        let file = self.files.get(file as usize).map_or("?", String::as_str);
+        format!("{file}:{line}")
     }
 
     /// `3 no_assistant (chat.jsonl:7), …`, for messages.

@@ -1,12 +1,13 @@
-//! One line of a data file to one conversation, or to the reason why not.
+//! One record of a data file to one conversation, or to the reason why not.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::report::{Skip, SkipReason};
+use super::{columns, row_tokens};
 
 /// Keys under which a row may hold its conversation, in order of preference.
-pub(super) const CONVERSATION_KEYS: [&str; 2] = ["messages", "conversations"];
+const CONVERSATION_KEYS: [&str; 3] = ["messages", "conversations", "conversation"];
 
 /// Keys of a row that say it belongs to images, audio or video.
 const MEDIA_KEYS: [&str; 6] = ["image", "images", "audio", "audios", "video", "videos"];
@@ -65,9 +66,52 @@ pub(super) enum Row {
     },
     /// Plain text, with `--raw-text`.
     Text(String),
+    /// Tokens that were made elsewhere, and which of them are supervised (1), `[tokens]` each.
+    Tokens { ids: Vec<u32>, mask: Vec<u8> },
 }
 
-/// Reads one line.
+/// What a row holds, told from its keys alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Token ids and which of them are supervised.
+    Tokens,
+    /// A list of messages under this key.
+    Messages(&'static str),
+    /// A question under the first key, its answer under the second.
+    Columns(&'static str, &'static str),
+    /// Plain text under `text`, with `--raw-text`.
+    Text,
+}
+
+/// The form of a row: the first of [`Form`]'s, in their order, that it has all keys of.
+pub(super) fn form(row: &Value, raw_text: bool) -> Option<Form> {
+    if row_tokens::keys(row).is_some() {
+        return Some(Form::Tokens);
+    }
+    if let Some(key) = CONVERSATION_KEYS.into_iter().find(|k| has_key(row, k)) {
+        return Some(Form::Messages(key));
+    }
+    if let Some((question, answer)) = columns::keys(row) {
+        return Some(Form::Columns(question, answer));
+    }
+    (raw_text && has_key(row, "text")).then_some(Form::Text)
+}
+
+/// Whether a row's key of this name means anything here; a table's other columns are never read.
+pub(super) fn is_known_key(name: &str) -> bool {
+    CONVERSATION_KEYS.contains(&name)
+        || MEDIA_KEYS.contains(&name)
+        || columns::is_known_key(name)
+        || row_tokens::is_known_key(name)
+        || ["tools", "finish_reason", "text"].contains(&name)
+}
+
+/// Whether a row has a key, be its value null.
+pub(super) fn has_key(row: &Value, key: &str) -> bool {
+    row.get_attr(key).is_ok_and(|v| !v.is_undefined())
+}
+
+/// Reads one record.
 pub(super) fn parse(line: &[u8], raw_text: bool) -> Result<Row, Skip> {
     let text = std::str::from_utf8(line).map_err(|e| {
         Skip::at(
@@ -100,26 +144,23 @@ pub(super) fn parse(line: &[u8], raw_text: bool) -> Result<Row, Skip> {
 }
 
 fn parse_object(row: &Value, raw_text: bool) -> Result<Row, Skip> {
-    let Some(list) = CONVERSATION_KEYS.iter().find_map(|k| field(row, k)) else {
-        if raw_text && let Some(text) = field(row, "text") {
-            return match text.as_str() {
-                Some(t) if !t.trim().is_empty() => Ok(Row::Text(t.to_owned())),
-                Some(_) => Err(Skip::new(SkipReason::Empty, "no text")),
-                None => Err(malformed(format!("`text` is a {}", text.kind()))),
-            };
+    let list = match form(row, raw_text) {
+        Some(Form::Tokens) => return row_tokens::read(row),
+        Some(Form::Text) => return read_text(row),
+        Some(Form::Columns(question, answer)) => columns::messages(row, question, answer)?,
+        Some(Form::Messages(key)) => {
+            let list = field(row, key)
+                .ok_or_else(|| Skip::new(SkipReason::Empty, format!("`{key}` is null")))?;
+            items(&list, "the conversation")?
         }
-        return Err(Skip::new(
-            SkipReason::NoConversation,
-            "no `messages` or `conversations` key",
-        ));
+        None => {
+            return Err(Skip::new(
+                SkipReason::NoConversation,
+                "no `messages`, `conversations`, `prompt` or other known key",
+            ));
+        }
     };
-    if list.kind() != ValueKind::Seq {
-        return Err(malformed(format!(
-            "the conversation is a {}, not a list",
-            list.kind()
-        )));
-    }
-    if list.len() == Some(0) {
+    if list.is_empty() {
         return Err(Skip::new(SkipReason::Empty, "no messages"));
     }
     if let Some(key) = MEDIA_KEYS
@@ -132,10 +173,9 @@ fn parse_object(row: &Value, raw_text: bool) -> Result<Row, Skip> {
         ));
     }
     let mut messages = list
-        .try_iter()
-        .map_err(|e| malformed(e.to_string()))?
+        .iter()
         .enumerate()
-        .map(|(i, m)| parse_message(i, &m))
+        .map(|(i, m)| parse_message(i, m))
         .collect::<Result<Vec<_>, _>>()?;
     check_assistants(&messages)?;
     if is_length(field(row, "finish_reason"))
@@ -147,6 +187,33 @@ fn parse_object(row: &Value, raw_text: bool) -> Result<Row, Skip> {
         messages,
         tools: tools(row)?,
     })
+}
+
+fn read_text(row: &Value) -> Result<Row, Skip> {
+    let none = Skip::new(SkipReason::Empty, "no text");
+    let text = field(row, "text").ok_or_else(|| none.clone())?;
+    match text.as_str() {
+        Some(t) if !t.trim().is_empty() => Ok(Row::Text(t.to_owned())),
+        Some(_) => Err(none),
+        None => Err(malformed(format!("`text` is a {}", text.kind()))),
+    }
+}
+
+/// The items of a list; a list may also be written as a JSON string.
+pub(super) fn items(list: &Value, what: &str) -> Result<Vec<Value>, Skip> {
+    let parsed = list.as_str().map(serde_json::from_str::<Value>);
+    let list = match &parsed {
+        Some(Ok(parsed)) if parsed.kind() == ValueKind::Seq => parsed,
+        _ => list,
+    };
+    if list.kind() != ValueKind::Seq {
+        return Err(malformed(format!(
+            "{what} is a {}, not a list",
+            list.kind()
+        )));
+    }
+    let items = list.try_iter().map_err(|e| malformed(e.to_string()))?;
+    Ok(items.collect())
 }
 
 fn check_assistants(messages: &[Message]) -> Result<(), Skip> {
@@ -215,7 +282,8 @@ fn parse_message(index: usize, message: &Value) -> Result<Message, Skip> {
     if let Some(text) = &text {
         pairs.push((Value::from("content"), Value::from(text.as_str())));
     }
-    // Keys that are null are left out: templates test for presence, and would write "None".
+    // Keys that are null are left out, as `transformers` does: tables give every message every key, and
+    // templates test for presence or would write "None".
     for key in message.try_iter().map_err(|e| at(e.to_string()))? {
         let name = key.as_str().unwrap_or_default();
         if !matches!(name, "role" | "from" | "content" | "value")
@@ -272,7 +340,7 @@ pub(super) fn with_parsed_arguments(message: &Value) -> Option<Value> {
 }
 
 /// A copy of a map with one key's value replaced, its place kept.
-fn with_key(map: &Value, key: &str, value: Value) -> Value {
+pub(super) fn with_key(map: &Value, key: &str, value: Value) -> Value {
     let keys = map.try_iter().into_iter().flatten();
     Value::from_pairs(keys.map(|k| {
         let old = map.get_item(&k).unwrap_or_default();
@@ -333,12 +401,12 @@ fn is_length(reason: Option<Value>) -> bool {
 }
 
 /// A key's value; `None` where it is absent or null.
-fn field(map: &Value, key: &str) -> Option<Value> {
+pub(super) fn field(map: &Value, key: &str) -> Option<Value> {
     map.get_attr(key)
         .ok()
         .filter(|v| !v.is_undefined() && !v.is_none())
 }
 
-fn malformed(message: impl Into<String>) -> Skip {
+pub(super) fn malformed(message: impl Into<String>) -> Skip {
     Skip::new(SkipReason::MalformedMessage, message)
 }

@@ -25,7 +25,7 @@ use super::report::DataReport;
 use super::{DataError, eligible};
 
 /// Raised with every change of this layout or of what tokenising yields.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 const MAGIC: [u8; 8] = *b"SLIPSET\0";
 
 #[repr(C)]
@@ -291,13 +291,16 @@ fn check(map: &[u8]) -> Result<Header, String> {
     Ok(header)
 }
 
-/// Writes a set, one document after the other.
+/// Writes a set, one document after the other. The index, which follows the documents, is kept in a file
+/// of its own until then: memory does not grow with the number of rows.
 pub(super) struct SetWriter {
     out: BufWriter<NamedTempFile>,
     path: PathBuf,
     key: blake3::Hash,
     hasher: blake3::Hasher,
-    index: Vec<Entry>,
+    index: BufWriter<File>,
+    index_hasher: blake3::Hasher,
+    documents: u64,
     seen: Vec<u8>,
     at: u64,
     tokens: u64,
@@ -307,15 +310,15 @@ impl SetWriter {
     /// Opens a temporary file beside `path`.
     pub(super) fn create(path: &Path, key: blake3::Hash) -> Result<SetWriter, DataError> {
         let folder = path.parent().unwrap_or(Path::new("."));
-        let open = || -> io::Result<NamedTempFile> {
+        let open = || -> io::Result<(NamedTempFile, File)> {
             fs::create_dir_all(folder)?;
             let mut file = tempfile::Builder::new()
                 .prefix(TEMPORARY)
                 .tempfile_in(folder)?;
             file.seek(SeekFrom::Start(HEADER as u64))?;
-            Ok(file)
+            Ok((file, tempfile::tempfile_in(folder)?))
         };
-        let file = open().map_err(|source| DataError::WriteCache {
+        let (file, index) = open().map_err(|source| DataError::WriteCache {
             path: folder.to_owned(),
             source,
         })?;
@@ -324,7 +327,9 @@ impl SetWriter {
             path: path.to_owned(),
             key,
             hasher: blake3::Hasher::new(),
-            index: Vec::new(),
+            index: BufWriter::with_capacity(1 << 18, index),
+            index_hasher: blake3::Hasher::new(),
+            documents: 0,
             seen: Vec::new(),
             at: HEADER as u64,
             tokens: 0,
@@ -351,7 +356,7 @@ impl SetWriter {
             }
             self.seen[byte] |= 1 << (id % 8);
         }
-        self.index.push(Entry {
+        let entry = Entry {
             at: self.at,
             row: number,
             line,
@@ -359,22 +364,28 @@ impl SetWriter {
             tokens: row.ids.len() as u32,
             supervised: row.mask.iter().map(|&m| u32::from(m)).sum(),
             eligible: eligible(&row.mask),
-        });
+        };
+        let entry = bytemuck::bytes_of(&entry);
+        self.index
+            .write_all(entry)
+            .map_err(|source| self.write_error(source))?;
+        self.index_hasher.update(entry);
+        self.documents += 1;
         self.at += bytes.len() as u64;
         self.tokens += row.ids.len() as u64;
         Ok(())
     }
 
-    /// Completes the file and moves it into place.
-    pub(super) fn finish(mut self, report: &DataReport) -> Result<(), DataError> {
+    /// Completes the file and moves it into place if it is to be kept; else it goes with the set that is
+    /// returned.
+    pub(super) fn finish(mut self, report: &DataReport, keep: bool) -> Result<TokenSet, DataError> {
         // The index's entries hold u64: they must begin at a multiple of 8.
         let index_at = self.at.next_multiple_of(8);
         let gap = vec![0; (index_at - self.at) as usize];
         self.hasher.update(&gap);
-        let index = std::mem::take(&mut self.index);
-        let index_bytes: &[u8] = bytemuck::cast_slice(&index);
+        let index_bytes = self.documents * size_of::<Entry>() as u64;
         let mut tail = std::mem::take(&mut self.seen);
-        let ids_at = index_at + index_bytes.len() as u64;
+        let ids_at = index_at + index_bytes;
         let report_at = ids_at + tail.len() as u64;
         tail.extend(serde_json::to_vec(report).expect("a report is plain data"));
         let mut header = Header {
@@ -382,44 +393,63 @@ impl SetWriter {
             version: VERSION,
             reserved: 0,
             length: ids_at + tail.len() as u64,
-            documents: index.len() as u64,
+            documents: self.documents,
             tokens: self.tokens,
             index_at,
             ids_at,
             report_at,
             key: *self.key.as_bytes(),
             documents_hash: *self.hasher.finalize().as_bytes(),
-            index_hash: *blake3::hash(index_bytes).as_bytes(),
+            index_hash: *self.index_hasher.finalize().as_bytes(),
             tail_hash: *blake3::hash(&tail).as_bytes(),
             padding: [0; 32],
             checksum: [0; 32],
         };
         header.checksum = header.sum();
         self.write(&gap)?;
-        self.write(index_bytes)?;
+        self.append_index()?;
         self.write(&tail)?;
         let SetWriter { out, path, .. } = self;
-        let persist = || -> io::Result<()> {
+        let failed = |source| DataError::WriteCache {
+            path: path.clone(),
+            source,
+        };
+        let complete = || -> io::Result<NamedTempFile> {
             let mut file = out.into_inner().map_err(|e| e.into_error())?;
             file.seek(SeekFrom::Start(0))?;
             file.write_all(bytemuck::bytes_of(&header))?;
-            file.as_file().sync_all()?;
-            file.persist(&path).map_err(|e| e.error)?;
+            Ok(file)
+        };
+        let file = complete().map_err(failed)?;
+        if !keep {
+            return TokenSet::open(file.path());
+        }
+        file.as_file().sync_all().map_err(failed)?;
+        file.persist(&path).map_err(|e| failed(e.error))?;
+        TokenSet::open(&path)
+    }
+
+    fn append_index(&mut self) -> Result<(), DataError> {
+        let mut append = || -> io::Result<()> {
+            self.index.flush()?;
+            let index = self.index.get_mut();
+            index.seek(SeekFrom::Start(0))?;
+            io::copy(index, &mut self.out)?;
             Ok(())
         };
-        persist().map_err(|source| DataError::WriteCache {
-            path: path.clone(),
-            source,
-        })
+        append().map_err(|source| self.write_error(source))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
-        self.out
-            .write_all(bytes)
-            .map_err(|source| DataError::WriteCache {
-                path: self.path.clone(),
-                source,
-            })
+        let written = self.out.write_all(bytes);
+        written.map_err(|source| self.write_error(source))
+    }
+
+    fn write_error(&self, source: io::Error) -> DataError {
+        DataError::WriteCache {
+            path: self.path.clone(),
+            source,
+        }
     }
 }
 

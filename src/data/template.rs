@@ -12,6 +12,7 @@ use serde::Deserialize;
 
 use super::DataError;
 use super::jinja::{as_jinja_reads, environment};
+use super::rows::with_key;
 use super::tokenizer::{ChatTokenizer, read_json};
 
 const DEFAULT: &str = "chat_template";
@@ -24,6 +25,8 @@ pub struct ChatTemplate {
     /// The special tokens and the caller's arguments, as the template sees them.
     globals: Value,
     tool_use: bool,
+    /// Content goes to the template as a list of parts: it shows no other.
+    in_parts: bool,
     hash: blake3::Hash,
     date_used: Arc<AtomicBool>,
 }
@@ -51,7 +54,16 @@ impl ChatTemplate {
         kwargs: &[(String, serde_json::Value)],
     ) -> Result<ChatTemplate, DataError> {
         let source = find(dir, explicit)?;
-        ChatTemplate::compile(source, tokenizer, kwargs)
+        ChatTemplate::compile(source, tokenizer.special_tokens(), kwargs)
+    }
+
+    /// Whether the template in a file compiles, where there is no tokenizer to use it with.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::load`].
+    pub(super) fn check(explicit: &Path) -> Result<(), DataError> {
+        let source = find(Path::new(""), Some(explicit))?;
+        ChatTemplate::compile(source, std::iter::empty(), &[]).map(drop)
     }
 
     /// Compiles template text given directly.
@@ -68,12 +80,12 @@ impl ChatTemplate {
             default: text.to_owned(),
             tool_use: None,
         };
-        ChatTemplate::compile(source, tokenizer, kwargs)
+        ChatTemplate::compile(source, tokenizer.special_tokens(), kwargs)
     }
 
-    fn compile(
+    fn compile<'a>(
         source: Source,
-        tokenizer: &ChatTokenizer,
+        special_tokens: impl Iterator<Item = (&'a str, &'a str)>,
         kwargs: &[(String, serde_json::Value)],
     ) -> Result<ChatTemplate, DataError> {
         let date_used = Arc::new(AtomicBool::new(false));
@@ -93,8 +105,7 @@ impl ChatTemplate {
                     message: message_of(&e),
                 })?;
         }
-        let mut globals: Vec<(String, Value)> = tokenizer
-            .special_tokens()
+        let mut globals: Vec<(String, Value)> = special_tokens
             .map(|(k, v)| (k.to_owned(), Value::from(v)))
             .collect();
         for (key, value) in kwargs {
@@ -103,13 +114,30 @@ impl ChatTemplate {
             globals.push((key.clone(), seen));
             hasher.update(format!("{key}={value}\n").as_bytes());
         }
-        Ok(ChatTemplate {
+        let mut template = ChatTemplate {
             env,
             globals: Value::from_pairs(globals),
             tool_use: source.tool_use.is_some(),
+            in_parts: false,
             hash: hasher.finalize(),
             date_used,
-        })
+        };
+        template.in_parts = !template.shows_content() && {
+            template.in_parts = true;
+            template.shows_content()
+        };
+        // The probe has no row and so tells nothing of what rows ask for.
+        template.date_used.store(false, Ordering::Relaxed);
+        Ok(template)
+    }
+
+    /// Whether a plain conversation's words are in its render. Templates of vision-language models go
+    /// through a message's parts, and leave out a content that is one string without a word.
+    fn shows_content(&self) -> bool {
+        let message = |role: &str, content: &str| context! { role, content };
+        let messages = [message("user", "ask7f3a"), message("assistant", "tell9c1b")];
+        self.render(&messages, None, false)
+            .is_ok_and(|text| text.contains("ask7f3a") && text.contains("tell9c1b"))
     }
 
     /// Renders `messages` (each a map with `role` and `content`) to the model's text.
@@ -131,9 +159,13 @@ impl ChatTemplate {
             .env
             .get_template(name)
             .expect("both templates are compiled in `compile`");
+        let messages: Vec<Value> = match self.in_parts {
+            true => messages.iter().map(in_parts).collect(),
+            false => messages.to_vec(),
+        };
         template
             .render(context! {
-                messages => Value::from(messages.to_vec()),
+                messages => Value::from(messages),
                 tools => tools.cloned().unwrap_or(Value::from(())),
                 documents => Value::from(()),
                 add_generation_prompt,
@@ -171,6 +203,17 @@ pub fn parse_template_kwarg(argument: &str) -> Result<(String, serde_json::Value
     let value =
         serde_json::from_str(value).unwrap_or_else(|_| serde_json::Value::String(value.to_owned()));
     Ok((key.to_owned(), value))
+}
+
+/// A message whose content is a list of one text part where it was a string.
+fn in_parts(message: &Value) -> Value {
+    match message.get_attr("content") {
+        Ok(content) if content.as_str().is_some() => {
+            let part = Value::from_pairs([("type", Value::from("text")), ("text", content)]);
+            with_key(message, "content", Value::from(vec![part]))
+        }
+        _ => message.clone(),
+    }
 }
 
 fn message_of(error: &Error) -> String {

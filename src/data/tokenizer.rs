@@ -51,7 +51,7 @@ impl ChatTokenizer {
     pub fn load(dir: &Path) -> Result<ChatTokenizer, DataError> {
         let path = dir.join("tokenizer.json");
         let bytes = std::fs::read(&path).map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => missing(dir),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => missing(dir),
             _ => DataError::Read {
                 path: path.clone(),
                 source,

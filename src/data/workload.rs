@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::split::{self, SplitOptions};
 use super::units::{Order, PackLimits, Units, pack};
+use super::weights::weighted;
 use super::{DataError, Document, TokenSet};
 
 /// Everything that the work of a run follows from.
@@ -20,6 +21,8 @@ pub struct WorkloadSpec {
     pub eval_tokens: Option<PathBuf>,
     /// Which share, and of both how many tokens.
     pub split: SplitOptions,
+    /// For each data file of `tokens`, how often its documents appear in an epoch, above 0; empty: once each.
+    pub weights: Vec<f64>,
     /// When a unit is closed.
     pub limits: PackLimits,
     /// Passes over the documents.
@@ -61,6 +64,10 @@ impl Workload {
                 (split.train, split.eval)
             }
         };
+        let train = weighted(&set, train, &spec.weights, spec.split.seed);
+        if train.is_empty() {
+            return Err(DataError::NothingDrawn);
+        }
         let units = pack(&set, &train, spec.limits)?;
         let order = Order::new(spec.split.seed, units.len(), spec.epochs)?;
         let eval_units = pack(eval_set.as_ref().unwrap_or(&set), &eval, spec.limits)?;

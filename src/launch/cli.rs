@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::flags::{self, Flag, Group, Kind, Mistake, Raw, Source};
-use super::options::{EvalOptions, ExportOptions, Options};
+use super::options::{CheckDataOptions, EvalOptions, ExportOptions, Options};
 use super::table;
 
 /// What the launcher is asked to do.
@@ -19,6 +19,8 @@ pub enum Invocation {
     Eval(EvalOptions),
     /// Write a checkpoint in serving format.
     Export(ExportOptions),
+    /// Say what data files hold.
+    CheckData(CheckDataOptions),
 }
 
 /// Why there is nothing to do.
@@ -102,7 +104,11 @@ pub fn command() -> Command {
             "A checkpoint, or a run's output directory",
         ))
         .arg(positional("to", "DIR", "Where to write it"));
+    let check_data = Command::new("check-data")
+        .about("Says what data files hold: counts per problem with examples, lengths, duplicates, and a few rows with their mask")
+        .arg(positional("files", "FILE…", "Data files, or folders of them").num_args(1..));
     with_groups(train, table::TRAIN)
+        .subcommand(with_groups(check_data, table::CHECK_DATA))
         .subcommand(with_groups(eval, table::EVAL))
         .subcommand(with_groups(export, table::EXPORT))
 }
@@ -153,6 +159,12 @@ where
         Some(("eval", sub)) => {
             let values = given(sub, table::EVAL).check(flags::flags(table::EVAL), false);
             EvalOptions::resolve(path(sub, "checkpoint"), values).map(Invocation::Eval)
+        }
+        Some(("check-data", sub)) => {
+            let values =
+                given(sub, table::CHECK_DATA).check(flags::flags(table::CHECK_DATA), false);
+            let files = sub.get_many::<PathBuf>("files").into_iter().flatten();
+            CheckDataOptions::resolve(files.cloned().collect(), values).map(Invocation::CheckData)
         }
         Some(("export", sub)) => {
             let values = given(sub, table::EXPORT).check(flags::flags(table::EXPORT), false);
@@ -387,6 +399,10 @@ mod tests {
             "b",
             "--data",
             "c",
+            "--data-weights",
+            "1",
+            "0.5",
+            "3",
             "--cpu",
             "1:3",
             "--target-layers",
@@ -407,6 +423,7 @@ mod tests {
             "--no-quarantine",
         ]);
         assert_eq!(options.data.files, ["a", "b", "c"].map(PathBuf::from));
+        assert_eq!(options.data.weights, [1.0, 0.5, 3.0]);
         assert_eq!(options.places.cpu, (1, 3));
         assert_eq!(options.drafter.target_layers, Some(vec![1, 9, 17]));
         let kwargs = &options.data.template_kwargs;
@@ -490,6 +507,18 @@ mod tests {
     fn combinations_that_cannot_be_honoured_are_refused() {
         for (words, start) in [
             (&["--data", "x"][..], "--target-model: is missing"),
+            (
+                &[
+                    "--target-model",
+                    "m",
+                    "--data",
+                    "x",
+                    "y",
+                    "--data-weights",
+                    "2",
+                ],
+                "--data-weights: 1 weights for 2 paths of --data",
+            ),
             (&["--resume"], "--output: is missing"),
             (
                 &["--resume", "--output", "o", "--overwrite"],
@@ -581,8 +610,8 @@ mod tests {
 
     #[test]
     fn files_that_are_missing_are_named_all_at_once() {
-        let here = env!("CARGO_MANIFEST_DIR");
-        let options = run(&["--target-model", "/no/model", "--data", "/no/data", here]);
+        let here = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
+        let options = run(&["--replay", "/no/record", "--draft-config", here]);
         let told: Vec<String> = options
             .missing_files()
             .into_iter()
@@ -591,9 +620,8 @@ mod tests {
         assert_eq!(
             told,
             [
-                "--data /no/data: No such file or directory (os error 2)".to_owned(),
-                format!("--data {here}: is a directory, not a file"),
-                "--target-model /no/model: No such file or directory (os error 2)".to_owned(),
+                format!("--draft-config {here}: is a directory, not a file"),
+                "--replay /no/record: No such file or directory (os error 2)".to_owned(),
             ]
         );
     }
@@ -613,6 +641,21 @@ mod tests {
             panic!("not export")
         };
         assert_eq!((export.to, export.overwrite), (PathBuf::from("b"), true));
+        let words = [
+            "launcher",
+            "check-data",
+            "a",
+            "b",
+            "--rows",
+            "0,7",
+            "--json",
+        ];
+        let Ok(Invocation::CheckData(check)) = parse(words) else {
+            panic!("not check-data")
+        };
+        assert_eq!(check.files, ["a", "b"].map(PathBuf::from));
+        assert_eq!((check.rows, check.json), (Some(vec![0, 7]), true));
+        assert_eq!(check.text, crate::data::TextOptions::default());
         let Err(error) = parse(["launcher", "eval", "a", "--documents", "0"]) else {
             panic!("accepted")
         };

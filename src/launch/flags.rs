@@ -396,6 +396,15 @@ impl Values {
         }
     }
 
+    /// Every number of an option that may be given several times.
+    pub fn reals(&self, name: &str) -> Vec<f64> {
+        let real = |value: &Value| match value {
+            Value::Real(number) => Some(*number),
+            _ => None,
+        };
+        self.all(name).iter().filter_map(real).collect()
+    }
+
     /// A text or a word.
     pub fn text(&self, name: &str) -> Option<&str> {
         match self.all(name) {

@@ -1,5 +1,6 @@
 //! From a command line to a supervised set of processes and one exit report.
 
+pub mod check_data;
 pub mod checkpoints;
 pub mod cli;
 pub mod evaluate;

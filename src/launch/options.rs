@@ -7,6 +7,7 @@ use super::flags::{Mistake, Values};
 use super::hub::HubName;
 use super::places::parse_gpus;
 use crate::control::{Role, WorkerName};
+use crate::data::TextOptions;
 use crate::train::options::{LossOptions, OptimizerOptions, Schedule};
 
 /// The options of a training run.
@@ -66,6 +67,13 @@ pub struct TargetOptions {
     pub dummy: bool,
 }
 
+impl TargetOptions {
+    /// Whether the model is a name on a hub.
+    pub fn is_named(&self) -> bool {
+        self.model.as_deref().is_some_and(|m| HubName::parse(m).is_some())
+    }
+}
+
 /// The model to train.
 #[derive(Clone, Debug)]
 pub struct DrafterOptions {
@@ -90,6 +98,8 @@ pub struct DrafterOptions {
 pub struct DataOptions {
     /// Conversations; empty is the demo's.
     pub files: Vec<PathBuf>,
+    /// For each of `files`, how often its documents appear in an epoch; empty: once.
+    pub weights: Vec<f64>,
     /// Held-out conversations; empty holds out a share of `files`.
     pub eval_files: Vec<PathBuf>,
     /// The share held out, 0..=0.5.
@@ -204,6 +214,23 @@ pub struct EvalOptions {
     pub quiet: bool,
 }
 
+/// What `launcher check-data` was asked for.
+#[derive(Clone, Debug)]
+pub struct CheckDataOptions {
+    /// Data files, or folders of them.
+    pub files: Vec<PathBuf>,
+    /// Whose tokenizer and template; `None` is the built-in demo model's.
+    pub target_model: Option<PathBuf>,
+    /// A chat template in place of the model's.
+    pub chat_template: Option<PathBuf>,
+    /// How rows become tokens.
+    pub text: TextOptions,
+    /// Rows to show token by token; `None` shows the first few documents.
+    pub rows: Option<Vec<u32>>,
+    /// Print the figures as JSON.
+    pub json: bool,
+}
+
 /// What `launcher export` was asked for.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
@@ -287,14 +314,11 @@ impl Options {
             },
             data: DataOptions {
                 files: paths(values, "data"),
+                weights: values.reals("data-weights"),
                 eval_files: paths(values, "eval-data"),
                 eval_fraction: real("eval-fraction"),
                 eval_tokens: int("eval-tokens"),
-                template_kwargs: values
-                    .key_values("template-kwarg")
-                    .into_iter()
-                    .map(json_value)
-                    .collect(),
+                template_kwargs: template_kwargs(values),
                 max_length: int("max-length"),
                 min_loss_tokens: int("min-loss-tokens"),
                 last_turn_only: values.switch("last-turn-only"),
@@ -364,7 +388,8 @@ impl Options {
         )
     }
 
-    /// Every file and directory named by an option that is not there or is not what it should be.
+    /// Every file and directory named by an option that is not there or is not what it should be; those of data,
+    /// template and model aside, which say more about it themselves when they are opened.
     pub fn missing_files(&self) -> Vec<Mistake> {
         let mut mistakes = Vec::new();
         let mut file = |name: &str, path: &Path| {
@@ -375,15 +400,6 @@ impl Options {
             };
             mistakes.push(Mistake(format!("--{name} {}: {what}", path.display())));
         };
-        self.data.files.iter().for_each(|path| file("data", path));
-        self.data
-            .eval_files
-            .iter()
-            .for_each(|path| file("eval-data", path));
-        self.target
-            .chat_template
-            .iter()
-            .for_each(|path| file("chat-template", path));
         self.drafter
             .config
             .iter()
@@ -400,11 +416,6 @@ impl Options {
             };
             mistakes.push(Mistake(format!("--{name} {}: {what}", path.display())));
         };
-        self.target
-            .model
-            .iter()
-            .filter(|path| HubName::parse(path).is_none())
-            .for_each(|path| directory("target-model", path));
         self.drafter
             .init_from
             .iter()
@@ -425,9 +436,14 @@ fn unit_anchors(values: &Values) -> usize {
 }
 
 /// `V` of a template variable is JSON where it reads as JSON, else text.
-fn json_value((key, value): (String, String)) -> (String, serde_json::Value) {
-    let value = serde_json::from_str(&value).unwrap_or(serde_json::Value::String(value));
-    (key, value)
+fn template_kwargs(values: &Values) -> Vec<(String, serde_json::Value)> {
+    let pairs = values.key_values("template-kwarg").into_iter();
+    pairs
+        .map(|(key, value)| {
+            let value = serde_json::from_str(&value).unwrap_or(serde_json::Value::String(value));
+            (key, value)
+        })
+        .collect()
 }
 
 fn gpu_list(values: &Values, name: &str) -> Option<Vec<u32>> {
@@ -484,18 +500,20 @@ fn check_combinations(values: &mut Values, demo: bool) {
     if !demo && has_data && !has_model {
         values.wrong("target-model", "is missing: which model to train a drafter for (only the demo, without data, brings its own)");
     }
+    let weights = values.reals("data-weights").len();
+    let files = values.texts("data").len();
+    if weights > 0 && weights != files {
+        values.wrong(
+            "data-weights",
+            format!("{weights} weights for {files} paths of --data; give one for each"),
+        );
+    }
     if let Some(layers) = values.ints("target-layers")
         && !layers.is_sorted_by(|a, b| a < b)
     {
         values.wrong("target-layers", "must rise, each layer once");
     }
-    if values.switch("raw-text") {
-        for name in ["chat-template", "last-turn-only", "template-kwarg"] {
-            if values.given(name) {
-                values.wrong(name, "has no meaning with --raw-text");
-            }
-        }
-    }
+    check_raw_text(values);
     if values.switch("resume") {
         if values.switch("overwrite") {
             values.wrong("overwrite", "would remove what --resume goes on from");
@@ -542,6 +560,44 @@ fn check_combinations(values: &mut Values, demo: bool) {
                 );
             }
         }
+    }
+}
+
+fn check_raw_text(values: &mut Values) {
+    if values.switch("raw-text") {
+        for name in ["chat-template", "last-turn-only", "template-kwarg"] {
+            if values.given(name) {
+                values.wrong(name, "has no meaning with --raw-text");
+            }
+        }
+    }
+}
+
+impl CheckDataOptions {
+    /// From checked values to options.
+    ///
+    /// # Errors
+    ///
+    /// Every value that could not be understood, and every combination that cannot be honoured.
+    pub fn resolve(files: Vec<PathBuf>, mut values: Values) -> Result<Self, Vec<Mistake>> {
+        check_raw_text(&mut values);
+        if !values.mistakes.is_empty() {
+            return Err(values.mistakes);
+        }
+        Ok(Self {
+            files,
+            target_model: path(&values, "target-model"),
+            chat_template: path(&values, "chat-template"),
+            text: TextOptions {
+                max_length: size(&values, "max-length").expect(IN_TABLE),
+                min_loss_tokens: size(&values, "min-loss-tokens").expect(IN_TABLE),
+                last_turn_only: values.switch("last-turn-only"),
+                raw_text: values.switch("raw-text"),
+                template_kwargs: template_kwargs(&values),
+            },
+            rows: values.ints("rows"),
+            json: values.switch("json"),
+        })
     }
 }
 

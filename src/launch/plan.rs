@@ -78,6 +78,9 @@ pub struct DataPlan {
     pub files: Vec<PathBuf>,
     /// Where the held-out ones lie; empty holds out a share of `files`.
     pub eval_files: Vec<PathBuf>,
+    /// How often the documents of each of `files` appear in an epoch; empty: once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub weights: Vec<f64>,
     /// Hash of the content of all of these.
     pub fingerprint: String,
     /// The share held out.
@@ -289,6 +292,7 @@ impl Plan {
             data: DataPlan {
                 files: options.data.files.clone(),
                 eval_files: options.data.eval_files.clone(),
+                weights: options.data.weights.clone(),
                 fingerprint: facts.data,
                 eval_fraction: options.data.eval_fraction,
                 eval_tokens: options.data.eval_tokens,

@@ -116,20 +116,35 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
         (_, true) => Existing::Overwrite,
         _ => Existing::Refuse,
     };
-    if !problems.is_empty() {
-        problems.dedup();
-        return Err(Refusal(problems));
+    if options.target.is_named() {
+        // Nothing is fetched for a run that cannot start.
+        let files = [
+            (&options.data.files, "--data"),
+            (&options.data.eval_files, "--eval-data"),
+        ];
+        for (files, flag) in files.into_iter().filter(|(files, _)| !files.is_empty()) {
+            let found = data::check_files(files, flag, options.data.raw_text);
+            problems.extend(found.iter().map(ToString::to_string));
+        }
+        if !problems.is_empty() {
+            return Err(Refusal(problems));
+        }
     }
     let source = Sources::find(options, console)?;
     let requests = requests(options, &source);
-    for request in &requests {
-        problems.extend(data::check(request).iter().map(ToString::to_string));
+    for problem in requests.iter().flat_map(data::check) {
+        let problem = problem.to_string();
+        // Training and held-out data share a model.
+        if !problems.contains(&problem) {
+            problems.push(problem);
+        }
     }
-    match open_target(options, &source.model) {
-        Err(error) => problems.push(error.to_string()),
-        Ok(files) => problems.extend(sources::unsupported(&options.loss, files.config())),
+    if source.model.is_dir() {
+        match open_target(options, &source.model) {
+            Err(error) => problems.push(error.to_string()),
+            Ok(files) => problems.extend(sources::unsupported(&options.loss, files.config())),
+        }
     }
-    problems.dedup();
     if !problems.is_empty() {
         return Err(Refusal(problems));
     }
@@ -182,6 +197,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     let spec = WorkloadSpec {
         tokens: set.cache_path.clone(),
         eval_tokens: sets.get(1).map(|set| set.cache_path.clone()),
+        weights: weights(options, &set.sources),
         split: SplitOptions {
             fraction: options.data.eval_fraction,
             at_least: HELD_OUT,
@@ -435,14 +451,36 @@ fn requests(options: &Options, source: &Sources) -> Vec<PrepareRequest> {
     requests
 }
 
-fn tokenise(request: &PrepareRequest, console: &Console) -> Result<TokenisedSet, Refusal> {
-    let mut spoken = Instant::now();
-    let mut progress = |now: Progress| {
-        if spoken.elapsed() > Duration::from_secs(2) {
-            spoken = Instant::now();
-            let share = 100.0 * now.bytes as f64 / now.total_bytes.max(1) as f64;
-            console.line(&format!("tokenising: {share:.0} %, {} rows", now.rows));
+/// Says now and then how far tokenising has come: on the live line of a terminal, else on lines.
+pub(super) fn say_progress(console: &Console) -> impl FnMut(Progress) {
+    let began = Instant::now();
+    let mut spoken = began;
+    let pause = match console.is_live() {
+        true => Duration::from_millis(200),
+        false => Duration::from_secs(5),
+    };
+    move |now: Progress| {
+        if spoken.elapsed() < pause {
+            return;
         }
+        spoken = Instant::now();
+        let share = 100.0 * now.bytes as f64 / now.total_bytes.max(1) as f64;
+        let speed = now.bytes as f64 / 1e6 / began.elapsed().as_secs_f64();
+        let text = format!(
+            "tokenising: {share:.0} %, {} rows, {} tokens, {speed:.1} MB/s",
+            now.rows, now.tokens
+        );
+        match console.is_live() {
+            true => console.set_live(&text),
+            false => console.line(&text),
+        }
+    }
+}
+
+fn tokenise(request: &PrepareRequest, console: &Console) -> Result<TokenisedSet, Refusal> {
+    let mut say = say_progress(console);
+    let mut progress = |now: Progress| {
+        say(now);
         ControlFlow::Continue(())
     };
     let set = data::prepare(request, &mut progress)?;
@@ -460,6 +498,13 @@ fn tokenise(request: &PrepareRequest, console: &Console) -> Result<TokenisedSet,
         console.line(&format!("  {line}"));
     }
     Ok(set)
+}
+
+/// The weight of each data file, from those of the paths that were given.
+fn weights(options: &Options, sources: &[u32]) -> Vec<f64> {
+    let given = &options.data.weights;
+    let weight = |&path: &u32| given.get(path as usize).copied();
+    sources.iter().filter_map(weight).collect()
 }
 
 fn fingerprint(sets: &[&data::TokenSet]) -> String {

@@ -164,7 +164,15 @@ pub static TRAIN: &[Group] = &[
                 "FILE…",
                 Kind::Text,
                 Later("the built-in demo conversations, if no model is given either"),
-                "Conversations, one JSON object a line",
+                "Conversations: JSON lines (plain, gzip or zstd) or Parquet, or folders of them",
+            )
+            .many(),
+            Flag::new(
+                "data-weights",
+                "W…",
+                above(0.0, 1000.0),
+                Later("1 each"),
+                "How often the documents of each path of --data appear in an epoch; 0.5: half of them, drawn by --seed",
             )
             .many(),
             Flag::new(
@@ -223,7 +231,7 @@ pub static TRAIN: &[Group] = &[
                 "",
                 Kind::Switch,
                 Is(""),
-                "Rows hold a `text`, all of it supervised; no chat template",
+                "No chat template: rows hold a `text`, all of it supervised, or texts on lines of their own",
             ),
             Flag::new(
                 "seed",
@@ -548,6 +556,77 @@ pub static EVAL: &[Group] = &[Group {
             "Also write the figures here",
         ),
         Flag::new("quiet", "", Kind::Switch, Is(""), "Print only the figures"),
+    ],
+}];
+
+/// The options of `launcher check-data`.
+pub static CHECK_DATA: &[Group] = &[Group {
+    heading: "Options",
+    flags: &[
+        Flag::new(
+            "target-model",
+            "DIR",
+            Kind::Text,
+            Later("the built-in demo model"),
+            "The model whose tokenizer and chat template are used",
+        ),
+        Flag::new(
+            "chat-template",
+            "FILE",
+            Kind::Text,
+            Later("the model's own"),
+            "Chat template (Jinja) in place of the model's",
+        ),
+        Flag::new(
+            "template-kwarg",
+            "K=V",
+            Kind::KeyValue,
+            Later("none"),
+            "A variable for the chat template; V is read as JSON where it can be",
+        )
+        .many(),
+        Flag::new(
+            "max-length",
+            "N",
+            int(8, 1 << 20),
+            Is("3072"),
+            "Longest document in tokens",
+        ),
+        Flag::new(
+            "min-loss-tokens",
+            "N",
+            int(1, MANY),
+            Is("2"),
+            "Documents with fewer supervised tokens are skipped",
+        ),
+        Flag::new(
+            "last-turn-only",
+            "",
+            Kind::Switch,
+            Is(""),
+            "Supervise only the last assistant turn",
+        ),
+        Flag::new(
+            "raw-text",
+            "",
+            Kind::Switch,
+            Is(""),
+            "No chat template: rows hold a `text`, all of it supervised, or texts on lines of their own",
+        ),
+        Flag::new(
+            "rows",
+            "N,N,…",
+            Kind::Ints,
+            Later("the first three documents"),
+            "Rows to show with ids, text and mask, counted from 0 over all files, blank lines aside",
+        ),
+        Flag::new(
+            "json",
+            "",
+            Kind::Switch,
+            Is(""),
+            "Print one JSON object instead, without rows unless --rows is given",
+        ),
     ],
 }];
 

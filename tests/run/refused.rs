@@ -55,7 +55,7 @@ fn data_is_refused(name: &str, content: Option<&[u8]>, words: &[&str]) {
 
 #[test]
 fn conversations_that_cannot_be_used_are_one_line() {
-    data_is_refused("missing.jsonl", None, &["--data", "No such file"]);
+    data_is_refused("missing.jsonl", None, &["--data", "no such file"]);
     data_is_refused("empty.jsonl", Some(b""), &["holds no record"]);
     data_is_refused("blank.jsonl", Some(b"\n \n\n"), &["no "]);
     let malformed = b"{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}\n";
@@ -65,11 +65,11 @@ fn conversations_that_cannot_be_used_are_one_line() {
         &[":1:", "not valid JSON"],
     );
     data_is_refused("no-json.jsonl", Some(b"once upon a time\n"), &[":1:1"]);
-    let foreign = b"{\"prompt\":\"Hi\",\"completion\":\"Hello\"}\n";
+    let foreign = b"{\"title\":\"Hi\",\"body\":\"Hello\"}\n";
     data_is_refused(
         "foreign.jsonl",
         Some(foreign),
-        &[":1", "messages", "prompt, completion"],
+        &[":1", "messages", "title, body"],
     );
     let silent = b"{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}\n";
     data_is_refused("silent.jsonl", Some(silent), &["no_assistant"]);
@@ -107,7 +107,7 @@ fn model_is_refused(spoil: impl Fn(&Path), words: &[&str]) {
 #[test]
 fn models_that_cannot_be_used_are_one_line() {
     let remove = |path: &Path| fs::remove_dir_all(path).expect("removed");
-    model_is_refused(remove, &["--target-model", "No such file"]);
+    model_is_refused(remove, &["--target-model", "no such file"]);
     let weights = |path: &Path| path.join("model.safetensors");
     model_is_refused(
         |path| fs::remove_file(weights(path)).expect("removed"),
