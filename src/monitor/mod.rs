@@ -1,6 +1,10 @@
 //! Metrics, the live line, logs and plots.
 
 pub mod console;
+pub mod diagnose;
 pub mod live;
 pub mod logs;
+pub mod look;
 pub mod metrics;
+pub mod shares;
+pub mod tail;
