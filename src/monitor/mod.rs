@@ -6,5 +6,7 @@ pub mod live;
 pub mod logs;
 pub mod look;
 pub mod metrics;
+pub mod registry;
 pub mod shares;
 pub mod tail;
+pub mod tensorboard;
