@@ -6,6 +6,7 @@ pub mod live;
 pub mod logs;
 pub mod look;
 pub mod metrics;
+pub mod page;
 pub mod registry;
 pub mod shares;
 pub mod tail;
