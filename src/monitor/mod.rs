@@ -11,3 +11,4 @@ pub mod registry;
 pub mod shares;
 pub mod tail;
 pub mod tensorboard;
+pub mod top;
