@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use slipstream::launch::cli::{self, Invocation};
-use slipstream::launch::{evaluate, export, run};
+use slipstream::launch::{evaluate, export, predict, run};
 
 fn main() -> ExitCode {
     let code = match cli::parse(std::env::args_os()) {
@@ -11,6 +11,8 @@ fn main() -> ExitCode {
         Ok(Invocation::Train(options)) => run::train(&options),
         Ok(Invocation::Eval(options)) => evaluate::evaluate(&options),
         Ok(Invocation::Export(options)) => export::export(&options),
+        Ok(Invocation::Plan(options)) => predict::plan(&options),
+        Ok(Invocation::Watch(command)) => command.run(),
     };
     ExitCode::from(code)
 }
