@@ -146,3 +146,94 @@ fn workers_say_who_starts_them() {
         assert!(String::from_utf8_lossy(&output.stdout).starts_with(&format!("{name} ")));
     }
 }
+
+#[test]
+fn a_plan_is_made_without_a_run() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let plan = |words: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_launcher"))
+            .args(words)
+            .env("SLIPSTREAM_CACHE", folder.path().join("cache"))
+            .current_dir(folder.path())
+            .output()
+            .expect("the launcher runs");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(output.status.code(), Some(0), "{text}");
+        text
+    };
+    let text = plan(&["plan", "--cpu", "1:1"]);
+    for name in [
+        "target ",
+        "drafter ",
+        "work ",
+        "ring ",
+        "best split",
+        "time ",
+    ] {
+        let there = text.lines().any(|line| line.starts_with(name));
+        assert!(there, "{name}: {text}");
+    }
+    let json: serde_json::Value =
+        serde_json::from_str(&plan(&["plan", "--cpu", "1:2", "--json"])).expect("JSON");
+    assert_eq!(
+        (&json["targets"]["workers"], &json["drafters"]["workers"]),
+        (&1.into(), &2.into())
+    );
+    assert!(
+        json["targets"]["operations_per_s"].as_f64() > Some(1e8),
+        "{json}"
+    );
+    assert!(
+        json["slots"].as_u64() >= json["slots_needed"].as_u64(),
+        "{json}"
+    );
+    let slots = json["slots"].as_u64().zip(json["slot_bytes"].as_u64());
+    let payload = slots.map(|(slots, bytes)| slots * bytes);
+    assert!(json["shared_bytes"].as_u64() > payload, "{json}");
+    assert!(
+        json["seconds"].as_f64() > Some(0.0) && json["steps"].as_u64() > Some(100),
+        "{json}"
+    );
+    let left: Vec<_> = std::fs::read_dir(folder.path())
+        .expect("a folder")
+        .flatten()
+        .collect();
+    assert_eq!(left.len(), 1, "only the cache is left: {left:?}");
+    refuses(
+        &["plan", "--lr", "0"],
+        &["error: --lr: 0 is out of range (above 0 to 1)"],
+    );
+}
+
+#[test]
+fn the_doctor_finds_this_machine_fit() {
+    let output = launcher(&["doctor"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    let graded = |line: &str| line.starts_with("ok ") || line.starts_with("warning ");
+    assert!(text.lines().all(graded), "{text}");
+    assert!(text.contains("output disk"), "{text}");
+}
+
+#[test]
+fn commands_that_look_refuse_what_is_no_run() {
+    for command in ["top", "status", "stacks", "report"] {
+        refuses(
+            &[command, "/proc/self"],
+            &[
+                "error: /proc/self holds no run (no plan.toml and no run.json); name a run's output directory",
+            ],
+        );
+    }
+    refuses(
+        &["attach", "someone"],
+        &["error: attach: `someone` is not ROLE:RANK such as drafter:1"],
+    );
+    refuses(
+        &["--metrics-port", "here", "--wait-for-debugger", "who"],
+        &[
+            "error: --metrics-port: `here` is no port such as 9400 and no ADDRESS:PORT such as 0.0.0.0:9400",
+            "error: --wait-for-debugger: `who` is not ROLE:RANK such as drafter:1, and not `all`",
+        ],
+    );
+}

@@ -261,6 +261,7 @@ fn launcher() -> ExitCode {
             threads: 1,
             descriptors: vec![("extra", std::os::fd::AsFd::as_fd(&extra))],
             log,
+            terminal: false,
         };
         let id = supervisor.add(&spec).expect("a worker");
         run.pids.insert(id, supervisor.pid(id));

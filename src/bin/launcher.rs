@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use slipstream::launch::cli::{self, Invocation};
-use slipstream::launch::{check_data, evaluate, export, run};
+use slipstream::launch::{check_data, evaluate, export, predict, run};
 
 /// Tokenising is made of small allocations, which take it nearly half of its time with the system's allocator.
 #[global_allocator]
@@ -16,6 +16,8 @@ fn main() -> ExitCode {
         Ok(Invocation::Eval(options)) => evaluate::evaluate(&options),
         Ok(Invocation::Export(options)) => export::export(&options),
         Ok(Invocation::CheckData(options)) => check_data::check_data(&options),
+        Ok(Invocation::Plan(options)) => predict::plan(&options),
+        Ok(Invocation::Watch(command)) => command.run(),
     };
     ExitCode::from(code)
 }

@@ -14,6 +14,10 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         Some(word) if word == gpus::AGAIN => return ExitCode::from(evaluate::on_gpu(words)),
+        Some(word) if word == gpus::USE_ARGUMENT => {
+            gpus::print_use();
+            return ExitCode::SUCCESS;
+        }
         _ => {}
     }
     worker_main(Role::Target, worker::target::run)

@@ -125,6 +125,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Tokens of the step's units, all drafters together.
     pub tokens: u64,
+    /// Share of the supervised slots whose most likely token was right, slot 1 of a block first.
+    pub position_accuracy: Vec<f64>,
     /// Units of each rank, in trained order: unit = epoch·U + place.
     pub units: Vec<(u32, Vec<u64>)>,
 }

@@ -12,7 +12,7 @@ mod worker_side;
 pub use launcher_side::{Door, Incoming, Orders};
 pub use message::{Evaluation, FromWorker, Loaded, Role, StepReport, ToWorker, WorkerName};
 pub use sockets::{SocketFolder, clean_stale};
-pub use worker_side::{Reporter, WorkerLink, worker_main};
+pub use worker_side::{Reporter, WAIT_FOR_DEBUGGER, WorkerLink, worker_main};
 
 use std::io;
 use std::path::PathBuf;

@@ -26,6 +26,11 @@ const WATCH: Duration = Duration::from_millis(200);
 /// How long a worker that somebody else sent SIGTERM waits for the launcher to say that all of them stop.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// In the environment of a worker that shall wait for a debugger before it loads.
+pub const WAIT_FOR_DEBUGGER: &str = "SLIPSTREAM_WAIT_FOR_DEBUGGER";
+/// How often such a worker says that it waits, which is its sign of life.
+const WAITING: Duration = Duration::from_secs(5);
+
 /// What the launcher passes on a worker's command line.
 #[derive(Debug, PartialEq, Eq)]
 struct Arguments {
@@ -377,6 +382,10 @@ pub fn worker_main<E: fmt::Display>(
         }
     };
     report_panics(link.reporter());
+    process::allow_debuggers();
+    if std::env::var_os(WAIT_FOR_DEBUGGER).is_some() {
+        wait_for_debugger(&link);
+    }
     match body(&link) {
         Ok(()) => {
             let peak_memory = process::peak_memory(std::process::id()).unwrap_or(0);
@@ -391,6 +400,27 @@ pub fn worker_main<E: fmt::Display>(
             ExitCode::FAILURE
         }
     }
+}
+
+/// Waits until a debugger holds this process, or the run is stopped; the launcher hears of it meanwhile.
+fn wait_for_debugger(link: &WorkerLink) {
+    let (name, pid) = (link.name(), std::process::id());
+    link.reporter().warn(format!(
+        "waits for a debugger: `launcher attach RUN {}:{}` or `gdb -p {pid}`, then `continue`",
+        name.role, name.rank
+    ));
+    let mut said = Instant::now();
+    while process::Status::of(pid).is_some_and(|status| !status.is_traced)
+        && link.stop_asked().is_none()
+    {
+        if said.elapsed() > WAITING {
+            said = Instant::now();
+            // Without a launcher the watchdog ends this process.
+            let _ = link.reporter().loading("waits for a debugger", 0.0);
+        }
+        thread::sleep(WATCH);
+    }
+    tracing::info!("goes on");
 }
 
 fn report_panics(reporter: Reporter) {

@@ -6,8 +6,10 @@ use std::sync::LazyLock;
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
+use super::commands::{self, WatchCommand};
 use super::flags::{self, Flag, Group, Kind, Mistake, Raw, Source};
 use super::options::{CheckDataOptions, EvalOptions, ExportOptions, Options};
+use super::predict::PlanOptions;
 use super::table;
 
 /// What the launcher is asked to do.
@@ -21,6 +23,10 @@ pub enum Invocation {
     Export(ExportOptions),
     /// Say what data files hold.
     CheckData(CheckDataOptions),
+    /// Say what a run would be.
+    Plan(PlanOptions),
+    /// Look at runs and machines.
+    Watch(WatchCommand),
 }
 
 /// Why there is nothing to do.
@@ -74,6 +80,16 @@ pub fn version() -> &'static str {
 }
 
 const AFTER_HELP: &str = "\
+Examples:
+  launcher                                                       the built-in demo
+  launcher plan --target-model DIR --data chat.jsonl             what a run would be
+  launcher --target-model DIR --data chat.jsonl --output runs/a  train
+  launcher --output runs/a --resume …                            go on after a stop
+  launcher top                                                   watch the newest run from another terminal
+  launcher attach runs/a drafter:1                               a debugger on one live process
+  launcher eval runs/a                                           accepted length by real decoding
+  launcher report runs/a                                         one HTML page about it
+
 Every option is also a key of the file given with --config (TOML, same names); a flag wins over the file.
 
 Exit codes: 0 complete, or stopped and saved by --max-steps or the first Ctrl-C; 75 stopped and saved by
@@ -87,11 +103,15 @@ pub fn command() -> Command {
         .about("Trains a drafter for speculative decoding online: target workers publish hidden states into shared memory, drafter workers train on them. With no model and no data: the built-in demo.")
         .after_help(AFTER_HELP)
         .args_conflicts_with_subcommands(true)
+        .arg(config());
+    let plan = Command::new("plan")
+        .about("Says what a run with these options would be: sizes, memory, steps, speed of each role, best split, ring; trains nothing")
+        .arg(config())
         .arg(
-            Arg::new("config")
-                .long("config")
-                .value_name("FILE")
-                .help("Options from a TOML file; unknown keys are refused"),
+            Arg::new("json")
+                .long("json")
+                .help("Print JSON")
+                .action(ArgAction::SetTrue),
         );
     let eval = Command::new("eval")
         .about("Decodes with a trained drafter: accepted length, and whether the output equals plain greedy decoding")
@@ -111,6 +131,15 @@ pub fn command() -> Command {
         .subcommand(with_groups(check_data, table::CHECK_DATA))
         .subcommand(with_groups(eval, table::EVAL))
         .subcommand(with_groups(export, table::EXPORT))
+        .subcommand(with_groups(plan, table::TRAIN))
+        .subcommands(commands::all())
+}
+
+fn config() -> Arg {
+    Arg::new("config")
+        .long("config")
+        .value_name("FILE")
+        .help("Options from a TOML file; unknown keys are refused")
 }
 
 fn positional(name: &'static str, value: &'static str, help: &'static str) -> Arg {
@@ -171,20 +200,29 @@ where
             ExportOptions::resolve(path(sub, "checkpoint"), path(sub, "to"), values)
                 .map(Invocation::Export)
         }
-        _ => {
-            let mut raw = given(&matches, table::TRAIN);
-            let mut mistakes = Vec::new();
-            if let Some(file) = matches.get_one::<String>("config") {
-                add_config(&mut raw, file, &mut mistakes);
-            }
-            let demo = !raw.has("target-model") && !raw.has("data");
-            let mut values = raw.check(flags::flags(table::TRAIN), demo);
-            mistakes.append(&mut values.mistakes);
-            values.mistakes = mistakes;
-            Options::resolve(values, demo).map(|options| Invocation::Train(Box::new(options)))
-        }
+        Some(("plan", sub)) => train_options(sub).map(|run| {
+            let json = sub.get_flag("json");
+            let run = Box::new(run);
+            Invocation::Plan(PlanOptions { run, json })
+        }),
+        Some((name, sub)) => commands::read(name, sub).map(Invocation::Watch),
+        None => train_options(&matches).map(|options| Invocation::Train(Box::new(options))),
     }
     .map_err(CliError::Refused)
+}
+
+/// The options of a run, from flags and a config file.
+fn train_options(matches: &ArgMatches) -> Result<Options, Vec<Mistake>> {
+    let mut raw = given(matches, table::TRAIN);
+    let mut mistakes = Vec::new();
+    if let Some(file) = matches.get_one::<String>("config") {
+        add_config(&mut raw, file, &mut mistakes);
+    }
+    let demo = !raw.has("target-model") && !raw.has("data");
+    let mut values = raw.check(flags::flags(table::TRAIN), demo);
+    mistakes.append(&mut values.mistakes);
+    values.mistakes = mistakes;
+    Options::resolve(values, demo)
 }
 
 fn path(matches: &ArgMatches, name: &str) -> PathBuf {

@@ -2,15 +2,16 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::io::Read;
-use std::os::unix::process::ExitStatusExt;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::options::PlaceOptions;
-use super::places::{self, Device, Place};
+use super::places::{self, Device, Place, RoleCost};
 use super::spawn::program;
 use crate::control::Role;
 use crate::engine::cuda;
@@ -19,6 +20,10 @@ use crate::engine::cuda;
 pub const ARGUMENT: &str = "--gpu-facts";
 /// The argument that makes a target worker do what the launcher was asked for, on a GPU; see [`again`].
 pub const AGAIN: &str = "--as-launcher-on-gpu";
+/// The argument that makes a target worker print [`print_use`]'s lines until nobody reads them.
+pub const USE_ARGUMENT: &str = "--gpu-use";
+/// Between two of these lines.
+const USE_EVERY: Duration = Duration::from_secs(1);
 /// Drivers that come up cold take seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -124,7 +129,8 @@ pub fn one(given: Option<u32>, cpu: bool) -> Result<Option<u32>, String> {
     gpu.problem(ordinal).map_or(Ok(Some(ordinal)), Err)
 }
 
-/// Places as the flags ask for, on what is visible; `shown` is CUDA_VISIBLE_DEVICES.
+/// Places as the flags ask for, on what is visible; `shown` is CUDA_VISIBLE_DEVICES. Without a split, the one that is
+/// predicted to be fastest at this `cost`.
 ///
 /// # Errors
 /// A line for each problem: a GPU that does not exist, cannot be used or would idle, or drafters that would share.
@@ -132,6 +138,7 @@ pub fn choose(
     wanted: &PlaceOptions,
     visible: &[Gpu],
     shown: Option<&str>,
+    cost: RoleCost,
 ) -> Result<Vec<Place>, Vec<String>> {
     let places = match &wanted.lists {
         Some((targets, drafters)) => {
@@ -154,7 +161,7 @@ pub fn choose(
             }
             let (targets, drafters) = wanted
                 .split
-                .unwrap_or_else(|| places::default_split(gpus.len()));
+                .unwrap_or_else(|| places::best_split(gpus.len(), cost));
             places::gpu_places(&gpus, targets, drafters)
                 .map_err(|what| vec![format!("--split {targets}:{drafters}: {what}")])?
         }
@@ -240,6 +247,79 @@ pub fn report() -> String {
     serde_json::to_string(&answer).unwrap_or_default()
 }
 
+/// Prints how busy the visible GPUs are, a line of JSON a second, until nobody reads it any more.
+pub fn print_use() {
+    let Ok(nvml) = cuda::Nvml::open() else {
+        return;
+    };
+    while let Ok(found) = nvml.look() {
+        let line = serde_json::to_string(&found).unwrap_or_default() + "\n";
+        if std::io::stdout().write_all(line.as_bytes()).is_err() {
+            return;
+        }
+        std::thread::sleep(USE_EVERY);
+    }
+}
+
+/// Follows how busy GPUs are, through a helper process that ends with this.
+#[derive(Debug)]
+pub struct UseWatch {
+    child: std::process::Child,
+    latest: Arc<Mutex<Vec<cuda::GpuUse>>>,
+}
+
+impl UseWatch {
+    /// Of the GPUs that a process with this `CUDA_VISIBLE_DEVICES` sees.
+    ///
+    /// # Errors
+    /// In words: the helper does not start.
+    pub fn start(visible: Option<&str>) -> Result<Self, String> {
+        let program = program(Role::Target).map_err(|error| error.to_string())?;
+        let mut command = Command::new(program);
+        command
+            .arg(USE_ARGUMENT)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            // Ctrl-C is for whoever watches.
+            .process_group(0);
+        match visible {
+            Some(list) => command.env("CUDA_VISIBLE_DEVICES", list),
+            None => command.env_remove("CUDA_VISIBLE_DEVICES"),
+        };
+        let failed = |error: std::io::Error| format!("watching GPUs: {error}");
+        let mut child = command.spawn().map_err(failed)?;
+        let latest = Arc::<Mutex<Vec<cuda::GpuUse>>>::default();
+        let written = Arc::clone(&latest);
+        if let Some(out) = child.stdout.take() {
+            let read = move || {
+                for line in BufReader::new(out).lines().map_while(Result::ok) {
+                    if let Ok(found) = serde_json::from_str(&line) {
+                        *written.lock().unwrap_or_else(PoisonError::into_inner) = found;
+                    }
+                }
+            };
+            let thread = std::thread::Builder::new().name("gpu use".to_owned());
+            thread.spawn(read).map_err(failed)?;
+        }
+        Ok(Self { child, latest })
+    }
+
+    /// The last figures; empty before the first have come.
+    pub fn latest(&self) -> Vec<cuda::GpuUse> {
+        let latest = self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        latest.clone()
+    }
+}
+
+impl Drop for UseWatch {
+    fn drop(&mut self) {
+        // One that has ended already needs nothing.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 /// `LD_LIBRARY_PATH` with which a worker finds the CUDA libraries of toolkits and of Python packages.
 pub fn library_path() -> OsString {
     let mut folders = cuda::library_folders();
@@ -281,7 +361,12 @@ mod tests {
             split,
             lists: lists.map(|[targets, drafters]| (list(targets), list(drafters))),
         };
-        let places = choose(&wanted, visible, shown).map_err(|problems| problems.join("\n"))?;
+        let cost = RoleCost {
+            target: 3.0,
+            drafter: 1.0,
+        };
+        let places =
+            choose(&wanted, visible, shown, cost).map_err(|problems| problems.join("\n"))?;
         let word = |place: &Place| format!("{} {}", place.worker, place.device);
         Ok(places.iter().map(word).collect::<Vec<_>>().join(", "))
     }

@@ -3,9 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::debug::DebugOptions;
 use super::flags::{Mistake, Values};
 use super::hub::HubName;
+use super::metrics_port::read_address;
 use super::places::parse_gpus;
+use super::recorder::RecorderOptions;
 use crate::control::{Role, WorkerName};
 use crate::data::TextOptions;
 use crate::train::options::{LossOptions, OptimizerOptions, Schedule};
@@ -176,6 +179,8 @@ pub struct WatchOptions {
     pub quiet: bool,
     /// Workers whose logs are copied to the console.
     pub show: Vec<WorkerName>,
+    /// What is recorded beside the files that every run leaves.
+    pub record: RecorderOptions,
 }
 
 /// What happens after a fault.
@@ -185,6 +190,8 @@ pub struct FaultOptions {
     pub restarts: u32,
     /// Set a unit aside after three workers died on it.
     pub quarantine: bool,
+    /// Workers that start under a debugger, or wait for one.
+    pub debug: DebugOptions,
 }
 
 /// What `launcher eval` was asked for.
@@ -371,10 +378,17 @@ impl Options {
             watch: WatchOptions {
                 quiet: values.switch("quiet"),
                 show: values.workers("show"),
+                record: RecorderOptions {
+                    tensorboard: values.switch("tensorboard"),
+                    metrics_port: values
+                        .text("metrics-port")
+                        .and_then(|text| read_address(text).ok()),
+                },
             },
             faults: FaultOptions {
                 restarts: small(values, "restarts").expect(IN_TABLE),
                 quarantine: !values.switch("no-quarantine"),
+                debug: debug_options(values).unwrap_or_default(),
             },
         })
     }
@@ -489,8 +503,21 @@ fn check_gpus(values: &mut Values) {
     }
 }
 
+fn debug_options(values: &Values) -> Result<DebugOptions, Vec<(&'static str, String)>> {
+    DebugOptions::read(
+        &values.texts("wait-for-debugger"),
+        &values.key_values("debugger-prefix"),
+    )
+}
+
 /// What no single option can know.
 fn check_combinations(values: &mut Values, demo: bool) {
+    if let Some(Err(what)) = values.text("metrics-port").map(read_address) {
+        values.wrong("metrics-port", what);
+    }
+    for (name, what) in debug_options(values).err().into_iter().flatten() {
+        values.wrong(name, what);
+    }
     let has_data = !values.texts("data").is_empty();
     let has_model = values.text("target-model").is_some();
     check_gpus(values);

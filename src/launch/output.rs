@@ -70,15 +70,18 @@ pub enum Existing {
 /// How much is written to see whether there is room.
 const TEST_WRITE: usize = 4 << 20;
 /// What a run leaves behind; nothing else is ever removed.
-const FILES: [&str; 6] = [
+const FILES: [&str; 9] = [
     "run.json",
     "plan.toml",
     "trained.jsonl",
     "units.jsonl",
     "metrics.jsonl",
+    "workers.jsonl",
+    "evaluations.jsonl",
     "summary.json",
+    "report.html",
 ];
-const FOLDERS: [&str; 2] = ["logs", "checkpoints"];
+const FOLDERS: [&str; 3] = ["logs", "checkpoints", "tensorboard"];
 
 /// An output directory that can be used.
 #[derive(Clone, Debug)]

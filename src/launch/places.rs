@@ -134,14 +134,20 @@ pub fn cpu_places(threads: usize, targets: usize, drafters: usize, cost: RoleCos
     places
 }
 
-/// Targets and drafters for so many GPUs when nobody says: one of each shares a single GPU; of several, five in
-/// eight run targets.
-pub fn default_split(gpus: usize) -> (usize, usize) {
-    if gpus < 2 {
-        return (1, 1);
-    }
-    let targets = (gpus * 5).div_ceil(8).min(gpus - 1);
-    (targets, gpus - targets)
+/// Documents in a unit of time that a split gets through, by the slower role's measure; any unit.
+pub fn split_speed((targets, drafters): (usize, usize), cost: RoleCost) -> f64 {
+    let speed = |workers: usize, cost: f64| workers as f64 / cost.max(f64::MIN_POSITIVE);
+    speed(targets, cost.target).min(speed(drafters, cost.drafter))
+}
+
+/// The fastest split of so many equal devices by predicted cost, the one with more targets where several are: a
+/// drafter that never waits keeps every all-reduce short. One device runs one of each.
+pub fn best_split(devices: usize, cost: RoleCost) -> (usize, usize) {
+    let splits = (1..devices).map(|targets| (targets, devices - targets));
+    let faster = |a: &(usize, usize), b: &(usize, usize)| {
+        split_speed(*a, cost).total_cmp(&split_speed(*b, cost))
+    };
+    splits.max_by(faster).unwrap_or((1, 1))
 }
 
 /// GPU places: targets on the first GPUs, drafters on the last. Where there are fewer GPUs than workers the roles
@@ -311,6 +317,17 @@ mod tests {
     }
 
     #[test]
+    fn devices_are_split_so_that_both_roles_take_about_as_long() {
+        let split = |devices, target, drafter| best_split(devices, RoleCost { target, drafter });
+        assert_eq!(split(8, 30.0, 69.0), (2, 6));
+        assert_eq!(split(8, 5.0, 3.0), (5, 3));
+        assert_eq!(split(8, 1.0, 1.0), (4, 4));
+        assert_eq!(split(2, 1.0, 9.0), (1, 1));
+        assert_eq!(split(1, 1.0, 1.0), (1, 1));
+        assert_eq!(split(4, 1e9, 1.0), (3, 1));
+    }
+
+    #[test]
     fn drafters_never_share_a_gpu() {
         let on = |gpus: &[u32], targets, drafters| -> Vec<(String, Device)> {
             let places = gpu_places(gpus, targets, drafters).unwrap();
@@ -337,8 +354,5 @@ mod tests {
                 .contains("at most one each")
         );
         assert!(gpu_places(&[0, 1, 2], 1, 1).unwrap_err().contains("idle"));
-        assert_eq!(default_split(8), (5, 3));
-        assert_eq!(default_split(2), (1, 1));
-        assert_eq!(default_split(1), (1, 1));
     }
 }

@@ -13,7 +13,7 @@ use super::output::{Existing, OutputDir, OutputError, cut_after_step};
 use super::places::{self, CostModel, Device, Place, RoleCost};
 use super::plan::{Facts, Plan};
 use super::sources::{self, Sources};
-use crate::control::Role;
+use crate::control::{Role, WorkerName};
 use crate::data::split::SplitOptions;
 use crate::data::units::{PackLimits, write_units};
 use crate::data::{
@@ -76,7 +76,12 @@ impl Prepared {
     pub fn begin(&self) -> Result<(), BeginError> {
         let (output, work) = (&self.output, &self.work);
         output.begin()?;
-        for name in ["trained.jsonl", "metrics.jsonl"] {
+        for name in [
+            "trained.jsonl",
+            "metrics.jsonl",
+            "workers.jsonl",
+            "evaluations.jsonl",
+        ] {
             cut_after_step(&output.file(name), self.first_step as u32)?;
         }
         let units = output.file("units.jsonl");
@@ -221,6 +226,12 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
             .count()
     };
     let (targets, drafters) = (count(Role::Target), count(Role::Drafter));
+    let nobody = |worker: &WorkerName| places.iter().all(|place| place.worker != *worker);
+    if let Some(worker) = options.faults.debug.named().find(nobody) {
+        return Err(Refusal(vec![format!(
+            "--wait-for-debugger, --debugger-prefix: there is no {worker} among {targets} targets and {drafters} drafters, counted from 0"
+        )]));
+    }
     let on_gpus = places
         .iter()
         .any(|place| matches!(place.device, Device::Gpu { .. }));
@@ -364,7 +375,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     })
 }
 
-fn open_target(options: &Options, dir: &Path) -> Result<TargetFiles, ModelError> {
+pub(super) fn open_target(options: &Options, dir: &Path) -> Result<TargetFiles, ModelError> {
     match options.target.dummy {
         true => TargetFiles::dummy(dir),
         false => TargetFiles::open(dir, options.target.assume_tied),
@@ -396,7 +407,7 @@ fn choose_places(options: &Options, cost: RoleCost) -> Result<(Vec<Place>, Vec<G
         return Ok(cpu());
     }
     let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-    match gpus::choose(wanted, &visible, shown.as_deref()) {
+    match gpus::choose(wanted, &visible, shown.as_deref(), cost) {
         Ok(places) => Ok((places, visible)),
         Err(problems) => Err(Refusal(problems)),
     }
@@ -534,7 +545,11 @@ fn mask_token_of(file: &DraftFile) -> Option<u32> {
 }
 
 /// Predicted operations of both roles over an average document.
-fn predicted_cost(target: &TargetConfig, drafter: &DrafterConfig, work: &Workload) -> RoleCost {
+pub(super) fn predicted_cost(
+    target: &TargetConfig,
+    drafter: &DrafterConfig,
+    work: &Workload,
+) -> RoleCost {
     let documents: f64 = work
         .units
         .iter()

@@ -61,6 +61,76 @@ impl Status {
     }
 }
 
+/// How a process stands, as far as a person may read it.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Standing {
+    /// As in [`state`].
+    pub state: char,
+    /// The debugger or strace that holds it.
+    pub tracer: Option<u32>,
+    /// Resident memory now, in bytes.
+    pub resident_memory: u64,
+    /// Where in the kernel it waits.
+    pub waits_in: Option<String>,
+    /// Seconds of processor time that it has used, all threads together.
+    pub cpu_s: f64,
+}
+
+impl Standing {
+    /// Of the process with this pid that began then; `None` when it is gone, or dead and not yet reaped.
+    pub fn of(pid: u32, started: u64) -> Option<Self> {
+        if !is_alive(pid, started) {
+            return None;
+        }
+        let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let field = |name| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+            line.split_whitespace().next()
+        };
+        let kilobytes: u64 = field("VmRSS:")?.parse().ok()?;
+        Some(Self {
+            state: field("State:")?.chars().next()?,
+            tracer: field("TracerPid:")
+                .and_then(|pid| pid.parse().ok())
+                .filter(|pid| *pid != 0),
+            resident_memory: kilobytes * 1024,
+            waits_in: waits_in(pid),
+            cpu_s: cpu_seconds(pid)?,
+        })
+    }
+
+    /// Stopped by SIGSTOP or Ctrl-Z, and not by a debugger.
+    pub fn is_stopped(&self) -> bool {
+        self.state == 'T' && self.tracer.is_none()
+    }
+}
+
+/// Lets any process of the same user attach a debugger to this one, where the kernel's Yama module would only let
+/// its parents do so.
+pub fn allow_debuggers() {
+    // SAFETY: prctl takes plain numbers. Without Yama it fails, and nothing is needed.
+    unsafe {
+        nix::libc::prctl(
+            nix::libc::PR_SET_PTRACER,
+            nix::libc::PR_SET_PTRACER_ANY,
+            0,
+            0,
+            0,
+        );
+    }
+}
+
+/// Processor time of all threads of a process, in seconds.
+fn cpu_seconds(pid: u32) -> Option<f64> {
+    let ticks: u64 = [14, 15]
+        .into_iter()
+        .map(|field| stat_field(pid, field)?.parse::<u64>().ok())
+        .sum::<Option<u64>>()?;
+    // SAFETY: sysconf takes a plain number.
+    let a_second = unsafe { nix::libc::sysconf(nix::libc::_SC_CLK_TCK) };
+    Some(ticks as f64 / a_second.max(1) as f64)
+}
+
 /// Where in the kernel a process waits, if that can be read.
 pub fn waits_in(pid: u32) -> Option<String> {
     let place = std::fs::read_to_string(format!("/proc/{pid}/wchan")).ok()?;

@@ -10,8 +10,11 @@ use super::options::Options;
 use super::output::{JsonLines, OutputDir, OutputError, RunFile};
 use super::places::{Device, Place};
 use super::prepare::{BeginError, Prepared, Refusal, prepare};
+use super::process;
+use super::recorder::Recorder;
 use super::report::{AcceptedLength, Outcome, RootCause, Summary, how_to_resume};
 use super::spawn::{WorkerSpec, program};
+use super::stalls::Stalls;
 use super::supervise::{
     Actions, Deadlines, Ended, Hooks, StopWhy, SuperviseError, Supervisor, WorkerId,
 };
@@ -81,6 +84,7 @@ fn run(
     console: &Console,
     began: Instant,
 ) -> Result<u8, RunError> {
+    process::allow_debuggers();
     let programs = [program(Role::Target)?, program(Role::Drafter)?];
     let run_id = RunId::fresh();
     let segment = Segment::create(&prepared.geometry, run_id)?;
@@ -108,7 +112,7 @@ fn run(
     let mut tails = Vec::new();
     for Place { worker, device } in &prepared.plan.places {
         let log = prepared.output.log(*worker);
-        supervisor.add(&WorkerSpec {
+        let mut spec = WorkerSpec {
             worker: *worker,
             program: programs[usize::from(worker.role == Role::Drafter)].clone(),
             arguments: Vec::new(),
@@ -119,13 +123,25 @@ fn run(
             threads: device.threads(),
             descriptors: vec![("segment", segment.fd())],
             log: log.clone(),
-        })?;
+            terminal: false,
+        };
+        options.faults.debug.apply(&mut spec);
+        supervisor.add(&spec)?;
         if options.watch.show.contains(worker) {
             let tail = Tail::start(log, worker.to_string(), console.clone());
             tails.push(tail.map_err(RunError::Log)?);
         }
     }
-    let mut hooks = Run::new(&prepared, segment, run_id, console)?;
+    let recorder = Recorder::start(
+        &prepared.output,
+        &options.watch.record,
+        &segment,
+        &prepared.plan.places,
+    )?;
+    if let Some(address) = recorder.address() {
+        console.line(&format!("metrics: http://{address}/metrics"));
+    }
+    let mut hooks = Run::new(&prepared, segment, run_id, console, recorder)?;
     let ended = supervisor.run(&mut hooks)?;
     drop(tails);
     console.end_live();
@@ -202,6 +218,8 @@ struct Run<'a> {
     steps: u32,
     tokens: u64,
     stopping: bool,
+    stalls: Stalls,
+    recorder: Recorder,
     checkpoint: Option<PathBuf>,
     /// Most bytes of tensors that workers on GPUs held.
     device_peaks: BTreeMap<WorkerId, u64>,
@@ -214,6 +232,7 @@ impl<'a> Run<'a> {
         segment: Segment,
         run_id: RunId,
         console: &Console,
+        recorder: Recorder,
     ) -> Result<Self, RunError> {
         let output = prepared.output.clone();
         let (mut anchors, mut tokens) = (0, 0);
@@ -228,6 +247,8 @@ impl<'a> Run<'a> {
             trained: JsonLines::append_to(&output.file("trained.jsonl"))?,
             metrics: JsonLines::append_to(&output.file("metrics.jsonl"))?,
             checkpoint: output.latest_checkpoint(),
+            stalls: Stalls::new(output.path()),
+            recorder,
             output,
             segment,
             console: console.clone(),
@@ -286,7 +307,7 @@ impl<'a> Run<'a> {
         })?;
         let (targets, drafters, busy) = self.rates();
         let ring = self.segment.ring_counts();
-        self.metrics.add(&MetricsRecord {
+        let record = MetricsRecord {
             step: report.step,
             time_s: self
                 .began_training
@@ -301,7 +322,10 @@ impl<'a> Run<'a> {
             ring_ready: ring.ready,
             ring_free: ring.free,
             busy: busy.into_iter().collect(),
-        })?;
+            position_accuracy: report.position_accuracy.clone(),
+        };
+        self.metrics.add(&record)?;
+        self.recorder.step(&record);
         self.last = Some(report);
         Ok(())
     }
@@ -314,6 +338,7 @@ impl<'a> Run<'a> {
         if sum.documents == self.held_out
             && let Some(length) = sum.accepted_length()
         {
+            self.recorder.evaluation(sum);
             let when = if step == 0 {
                 "before training".to_owned()
             } else {
@@ -615,6 +640,12 @@ impl Hooks for Run<'_> {
     }
 
     fn tick(&mut self, _: &mut Actions) {
+        if let Some(trouble) = self.stalls.look(&self.segment) {
+            tracing::warn!("{trouble}");
+        }
+        if self.began_training.is_some() {
+            self.recorder.tick(&self.segment, self.steps);
+        }
         if self.live.is_due() {
             let view = self.view();
             self.live.show(&view);

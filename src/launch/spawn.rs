@@ -59,6 +59,8 @@ pub struct WorkerSpec<'a> {
     pub descriptors: Vec<(&'static str, BorrowedFd<'a>)>,
     /// Where its output goes.
     pub log: PathBuf,
+    /// It gets this process's terminal instead, with Ctrl-C: its program is an interactive debugger.
+    pub terminal: bool,
 }
 
 /// A started worker.
@@ -157,14 +159,16 @@ impl Spawner {
         }
         command.env("RAYON_NUM_THREADS", spec.threads.to_string());
         command.envs(spec.environment.iter().map(|(key, value)| (key, value)));
-        command.stdin(Stdio::null()).stdout(log).stderr(errors);
-        // A Ctrl-C at the terminal reaches the launcher alone, which decides what it means.
-        command.process_group(0);
-        let launcher = std::process::id();
+        if !spec.terminal {
+            command.stdin(Stdio::null()).stdout(log).stderr(errors);
+            // A Ctrl-C at the terminal reaches the launcher alone, which decides what it means.
+            command.process_group(0);
+        }
+        let (launcher, terminal) = (std::process::id(), spec.terminal);
         // SAFETY: the closure runs between fork and exec and makes system calls only: it neither allocates nor
         // takes a lock, and reads memory copied from the parent.
         unsafe {
-            command.pre_exec(move || tie_to_launcher(launcher, &inherited));
+            command.pre_exec(move || tie_to_launcher(launcher, &inherited, terminal));
         }
         let child = command.spawn().map_err(failed("running the program"))?;
         let pid = child.id();
@@ -191,7 +195,7 @@ fn open_log(path: &Path) -> io::Result<File> {
 
 /// In the child, before exec: it dies with the launcher, ignores what a terminal or a job manager sends to
 /// everybody, and keeps no descriptor but `inherited`.
-fn tie_to_launcher(launcher: u32, inherited: &[RawFd]) -> io::Result<()> {
+fn tie_to_launcher(launcher: u32, inherited: &[RawFd], terminal: bool) -> io::Result<()> {
     // SAFETY: prctl, getppid and signal take plain numbers.
     unsafe {
         if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
@@ -202,7 +206,10 @@ fn tie_to_launcher(launcher: u32, inherited: &[RawFd]) -> io::Result<()> {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
         for signal in [libc::SIGINT, libc::SIGHUP, libc::SIGUSR1] {
-            libc::signal(signal, libc::SIG_IGN);
+            // A debugger on the terminal is interrupted by Ctrl-C.
+            if signal != libc::SIGINT || !terminal {
+                libc::signal(signal, libc::SIG_IGN);
+            }
         }
     }
     close_all_on_exec();

@@ -50,7 +50,7 @@ pub static TRAIN: &[Group] = &[
                 "split",
                 "T:D",
                 Kind::Pair,
-                Later("1:1 on one GPU, else five targets to three drafters"),
+                Later("1:1 on one GPU, else what is predicted to be fastest; `launcher plan` shows it"),
                 "T targets and D drafters on the GPUs; roles may share a GPU, two drafters may not",
             ),
             Flag::new(
@@ -482,6 +482,20 @@ pub static TRAIN: &[Group] = &[
             )
             .many(),
             Flag::new(
+                "metrics-port",
+                "[ADDRESS:]PORT",
+                Kind::Text,
+                Later("none"),
+                "Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics, or at another address",
+            ),
+            Flag::new(
+                "tensorboard",
+                "",
+                Kind::Switch,
+                Is(""),
+                "Also write TensorBoard event files, to the output's tensorboard/",
+            ),
+            Flag::new(
                 "restarts",
                 "N",
                 int(0, 0),
@@ -495,6 +509,22 @@ pub static TRAIN: &[Group] = &[
                 Is(""),
                 "Give a unit out again however many workers died on it",
             ),
+            Flag::new(
+                "wait-for-debugger",
+                "ROLE:RANK,…|all",
+                Kind::Text,
+                Later("none"),
+                "These workers wait for a debugger before they load: `launcher attach RUN ROLE:RANK`",
+            )
+            .many(),
+            Flag::new(
+                "debugger-prefix",
+                "ROLE:RANK=COMMAND",
+                Kind::KeyValue,
+                Later("none"),
+                "Start this worker through a command on the launcher's terminal, such as drafter:0='gdb --args'; Ctrl-C is the debugger's too",
+            )
+            .many(),
         ],
     },
 ];

@@ -75,7 +75,7 @@ impl LiveView {
 }
 
 /// A rate in three or four characters: `950`, `12.3k`, `1.20M`.
-fn short(rate: f64) -> String {
+pub fn short(rate: f64) -> String {
     if rate >= 1e6 {
         format!("{:.2}M", rate / 1e6)
     } else if rate >= 1e4 {

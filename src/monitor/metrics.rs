@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::shares::Shares;
+
 /// One line of metrics.jsonl; other programs read it, so names and meaning stay.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MetricsRecord {
@@ -31,6 +33,51 @@ pub struct MetricsRecord {
     pub ring_free: u32,
     /// Share of its time that each worker, by name, spends computing: 0..=1.
     pub busy: BTreeMap<String, f64>,
+    /// Share of the supervised slots whose most likely token was right, slot 1 first.
+    #[serde(default)]
+    pub position_accuracy: Vec<f64>,
+}
+
+/// One line of evaluations.jsonl: the held-out documents, walked after a step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EvaluationRecord {
+    /// After this step; 0 is before training.
+    pub step: u32,
+    /// Seconds since the run began to train.
+    pub time_s: f64,
+    /// Documents walked.
+    pub documents: u64,
+    /// Tokens a target pass, by the chain.
+    pub accepted_length: f64,
+    /// The same by draft trees: nodes, and tokens a pass.
+    pub trees: Vec<(u32, f64)>,
+}
+
+/// One worker in a line of workers.jsonl.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct WorkerRecord {
+    /// Tokens in a second since the line before.
+    pub tokens_per_s: f64,
+    /// How often it was started again after a death.
+    pub restarts: u32,
+    /// What it spent its time on since the line before.
+    pub shares: Shares,
+}
+
+/// One line of workers.jsonl: the run at one moment, whether steps are made or not. Lines come once a second at
+/// first and less often as a run grows old.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct WorkersRecord {
+    /// The last step committed.
+    pub step: u32,
+    /// Seconds since the run began to train.
+    pub time_s: f64,
+    /// Units that need no more work.
+    pub units_done: u64,
+    /// Slots: free, being filled, ready, held.
+    pub ring: [u32; 4],
+    /// Every worker, by name.
+    pub workers: BTreeMap<String, WorkerRecord>,
 }
 
 /// One line of trained.jsonl: which units each member trained in a committed step, in trained order.
@@ -82,6 +129,7 @@ mod tests {
             "ring_ready",
             "ring_free",
             "busy",
+            "position_accuracy",
         ];
         wanted.sort_unstable();
         let mut fields = fields;

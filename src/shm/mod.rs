@@ -169,7 +169,7 @@ pub use segment::{RunId, Segment};
 pub use slot::SlotHeader;
 #[cfg(not(feature = "loom"))]
 pub use snapshot::Observer;
-pub use snapshot::{RecordView, RingCounts, SeatView, SlotView, Snapshot, StepView};
+pub use snapshot::{LeaseView, RecordView, RingCounts, SeatView, SlotView, Snapshot, StepView};
 pub use step::{Agreed, MemberRecord, Vote};
 pub use target::{Claim, Lease, Next, Target, UnitInfo};
 pub use wake::Interrupt;

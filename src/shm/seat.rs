@@ -332,6 +332,21 @@ impl Segment {
         self.wake_all();
     }
 
+    /// Whether a debugger holds any worker now.
+    pub(crate) fn is_debugged(&self) -> bool {
+        let traced = |seat: u32| {
+            let pid = self.seat(seat).identity.pid.load(Relaxed);
+            // A number that was reused meanwhile only lengthens a wait.
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            let tracer = status
+                .lines()
+                .find_map(|line| line.strip_prefix("TracerPid:"));
+            tracer.is_some_and(|tracer| tracer.trim() != "0")
+        };
+        (0..self.geometry().seats())
+            .any(|seat| self.seat_state(seat) == SeatState::Occupied && traced(seat))
+    }
+
     /// Ranks of drafters whose pipe has reached its end, as a mask.
     pub fn suspects(&self) -> u32 {
         (0..self.geometry().drafters)

@@ -6,7 +6,7 @@ use super::geometry::Geometry;
 use super::ledger::LedgerCounts;
 use super::seat::{Activity, Role, SeatState, item_of, now_ns};
 use super::segment::Segment;
-use super::words::{BudgetWord, SlotPhase, StepState};
+use super::words::{BudgetWord, LedgerWord, SlotPhase, StepState, UnitState};
 
 /// The step word, decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -64,6 +64,17 @@ pub struct SlotView {
     pub sequence: u64,
     /// Claims so far.
     pub generation: u64,
+}
+
+/// A unit that a target has in its hands: leased, and in no slot yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct LeaseView {
+    /// The unit.
+    pub unit: u64,
+    /// Whether it is a held-out one.
+    pub eval: bool,
+    /// The target's seat.
+    pub seat: u32,
 }
 
 /// A drafter's last record.
@@ -157,6 +168,8 @@ pub struct Snapshot {
     pub published: u64,
     /// Every slot, the held-out units' last.
     pub slots: Vec<SlotView>,
+    /// Units that targets have leased and not published.
+    pub leases: Vec<LeaseView>,
     /// Training units by state.
     pub ledger: LedgerCounts,
     /// Held-out units by state of their ledger words.
@@ -216,6 +229,9 @@ impl Segment {
     /// Everything now.
     pub fn snapshot(&self) -> Snapshot {
         let word = self.step_word();
+        let slots: Vec<SlotView> = (0..self.memory().slots().len() as u32)
+            .map(|slot| self.slot_view(slot))
+            .collect();
         Snapshot {
             taken_ns: now_ns(),
             run: self.run_id().to_string(),
@@ -231,9 +247,8 @@ impl Segment {
             },
             ring: self.ring_counts(),
             published: self.control().sequence.next.load(Relaxed),
-            slots: (0..self.memory().slots().len() as u32)
-                .map(|slot| self.slot_view(slot))
-                .collect(),
+            leases: self.leases(&slots),
+            slots,
             ledger: self.ledger_counts(),
             eval: LedgerCounts::of(self.eval_ledger()),
             finish: self.finish_view(),
@@ -247,6 +262,30 @@ impl Segment {
         let budget = self.budget();
         let same = (budget.step, budget.generation) == (step, generation);
         if same { budget.anchors } else { 0 }
+    }
+
+    /// Leases of both ledgers that none of `slots` has published.
+    fn leases(&self, slots: &[SlotView]) -> Vec<LeaseView> {
+        let ring = self.geometry().slots;
+        let published: std::collections::BTreeSet<(bool, u64)> = slots
+            .iter()
+            .filter_map(|slot| Some((slot.slot >= ring, slot.unit?)))
+            .collect();
+        let of = |words: &[super::atomics::AtomicU64], eval| -> Vec<LeaseView> {
+            let leased = |(unit, word): (usize, &super::atomics::AtomicU64)| {
+                let word = LedgerWord::unpack(word.load(Acquire));
+                (word.state == UnitState::Leased).then_some(LeaseView {
+                    unit: unit as u64,
+                    eval,
+                    seat: word.seat,
+                })
+            };
+            words.iter().enumerate().filter_map(leased).collect()
+        };
+        let mut leases = of(self.eval_ledger(), true);
+        leases.append(&mut of(self.ledger(), false));
+        leases.retain(|lease| !published.contains(&(lease.eval, lease.unit)));
+        leases
     }
 
     fn slot_view(&self, slot: u32) -> SlotView {

@@ -31,12 +31,17 @@ use crate::train::schedule::learning_rate;
 
 /// Longest wait for another member inside the all-reduce: all of them are there when it begins.
 const REDUCE_DEADLINE: Duration = Duration::from_secs(120);
-/// Sums that travel behind the gradients.
+/// Sums that travel behind the gradients, before two for each position of a block.
 const TOTALS: usize = 5;
+
+/// All of these for blocks of `block` slots: the first of a block is the anchor, which predicts nothing.
+fn totals_count(block: usize) -> usize {
+    TOTALS + 2 * block.saturating_sub(1)
+}
 
 /// Elements of each drafter's all-reduce buffer for a drafter of this shape.
 pub fn reduce_floats(config: &DrafterConfig) -> u64 {
-    (ParamLayout::new(config).len() + TOTALS) as u64
+    (ParamLayout::new(config).len() + totals_count(config.block_size)) as u64
 }
 
 /// Plays a drafter, from plan to leaving.
@@ -84,16 +89,22 @@ struct StepWork {
 }
 
 impl StepWork {
-    /// In the order of [`TOTALS`].
-    fn totals(&self) -> [f32; TOTALS] {
+    /// Loss, weight, accepted tokens, blocks, tokens; then supervised slots by position, and the right ones.
+    fn totals(&self, block: usize) -> Vec<f32> {
         let accepted: u64 = self.sums.accepted.iter().map(|&a| u64::from(a)).sum();
-        [
+        let mut totals = vec![
             self.sums.loss_sum as f32,
             self.sums.weight_sum as f32,
             accepted as f32,
             self.sums.accepted.len() as f32,
             self.tokens as f32,
-        ]
+        ];
+        let positions = totals_count(block) - TOTALS;
+        for counts in [&self.sums.slots, &self.sums.correct] {
+            let counts = counts.iter().copied().chain(std::iter::repeat(0));
+            totals.extend(counts.take(positions / 2).map(|count| count as f32));
+        }
+        totals
     }
 }
 
@@ -342,7 +353,7 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         if let Some(hashes) = agreed.hash_mismatch() {
             return Err(WorkerError::Diverged { step, hashes });
         }
-        let mut totals = self.step.totals();
+        let mut totals = self.step.totals(self.model.config().block_size);
         let healthy = agreed.items() == 0 || {
             let gradients = &mut self.model.params.grads;
             let collective = &mut self.collective;
@@ -374,8 +385,10 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
     }
 
     /// The step has happened for all drafters: the optimizer's step, c2 and c3.
-    fn committed(&mut self, agreed: &Agreed, totals: &[f32; TOTALS]) -> Result<(), WorkerError> {
-        let &[loss, weight, accepted, blocks, tokens] = totals;
+    fn committed(&mut self, agreed: &Agreed, totals: &[f32]) -> Result<(), WorkerError> {
+        let (&[loss, weight, accepted, blocks, tokens], positions) = totals
+            .split_first_chunk::<TOTALS>()
+            .expect("`StepWork::totals` makes at least these");
         if agreed.items() > 0 {
             // An empty step, which only a stop brings about, leaves no trace.
             self.progress.step = agreed.step;
@@ -402,6 +415,7 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
         self.forget_step()?;
         if agreed.items() > 0 && self.seat.is_lowest() {
             let ratio = |sum: f32, count: f32| f64::from(sum) / f64::from(count);
+            let (slots, right) = positions.split_at(positions.len() / 2);
             let units = |member: &crate::shm::MemberRecord| (member.rank, member.units.clone());
             self.reporter.send(FromWorker::Step(StepReport {
                 step: agreed.step as u32,
@@ -410,6 +424,11 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
                 lr,
                 grad_norm,
                 tokens: tokens as u64,
+                position_accuracy: slots
+                    .iter()
+                    .zip(right)
+                    .map(|(&slots, &right)| ratio(right, slots.max(1.0)))
+                    .collect(),
                 units: agreed.members.iter().map(units).collect(),
             }))?;
         }

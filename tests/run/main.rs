@@ -1,6 +1,7 @@
 //! The built launcher and its workers, from the outside: what a run leaves behind, how it ends, what it refuses.
 
 mod complete;
+mod debugged;
 mod decode;
 mod full_disk;
 mod hub;
@@ -12,3 +13,4 @@ mod repeat;
 mod resume;
 mod stopped;
 mod support;
+mod watched;

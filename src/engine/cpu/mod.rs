@@ -13,9 +13,12 @@ mod memory;
 mod norm;
 mod optimizer;
 mod product;
+mod rate;
 mod rotary;
 mod transfer;
 mod vector;
+
+pub use rate::measured_rate;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -149,6 +149,12 @@ fn link_nccl(file: &Path, folder: &Path) -> Option<PathBuf> {
     Some(folder.to_path_buf())
 }
 
+/// A file of `library` in one of the [`library_folders`].
+pub fn find_library(library: Library) -> Option<PathBuf> {
+    let mut folders = library_folders().into_iter();
+    folders.find_map(|folder| sorted_children(&folder, library.stem()).next())
+}
+
 /// Where Pythons keep their packages: the active environment first.
 fn python_roots() -> Vec<PathBuf> {
     let mut roots: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"]

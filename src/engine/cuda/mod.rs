@@ -18,6 +18,7 @@ mod head;
 mod kernels;
 mod libraries;
 mod memory;
+mod nvml;
 mod rows;
 
 use std::sync::Arc;
@@ -35,9 +36,12 @@ use device::Device;
 pub use device::{DeviceFacts, Event, devices};
 use gemm::{Gemm, Gemms, Product};
 use kernels::{Arg, Kernels, Launch, Program};
-pub use libraries::{Library, library_folders, linked_nccl, require as require_library};
+pub use libraries::{
+    Library, find_library, library_folders, linked_nccl, require as require_library,
+};
 pub use memory::{Buffer, Element};
 use memory::{Raw, Staging, raw, raw_mut};
+pub use nvml::{GpuUse, Nvml};
 
 /// How much memory of a GPU is in use, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
