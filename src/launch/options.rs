@@ -73,7 +73,9 @@ pub struct TargetOptions {
 impl TargetOptions {
     /// Whether the model is a name on a hub.
     pub fn is_named(&self) -> bool {
-        self.model.as_deref().is_some_and(|m| HubName::parse(m).is_some())
+        self.model
+            .as_deref()
+            .is_some_and(|m| HubName::parse(m).is_some())
     }
 }
 

@@ -79,7 +79,7 @@ pub struct DataPlan {
     /// Where the held-out ones lie; empty holds out a share of `files`.
     pub eval_files: Vec<PathBuf>,
     /// How often the documents of each of `files` appear in an epoch; empty: once.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default)]
     pub weights: Vec<f64>,
     /// Hash of the content of all of these.
     pub fingerprint: String,
