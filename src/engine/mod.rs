@@ -202,6 +202,30 @@ pub struct CacheMask<'a> {
     pub positions: &'a [u32],
 }
 
+/// How tokens are drawn from softmax(logits / temperature): the token with the largest logit / temperature +
+/// g(key, id) is such a draw when the g are independent standard Gumbel variables (the Gumbel-max trick). g is
+/// [`gumbel`] of the row's key, so that a key and the logits decide the token, whatever else is in the batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Draws<'a> {
+    /// Above 0.
+    pub temperature: f32,
+    /// Logits z are cap·tanh(z / cap), where a model caps them.
+    pub cap: Option<f32>,
+    /// One for each row.
+    pub keys: &'a [u64],
+}
+
+/// The Gumbel variable of token `id` under `key`: output `id` of SplitMix64 seeded with the key, its upper half as
+/// u in (0, 1), and −ln(−ln(1 − u)), which is precise where it is large.
+pub fn gumbel(key: u64, id: u32) -> f32 {
+    let mut z = key.wrapping_add((u64::from(id) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^= z >> 31;
+    let u = ((z >> 32) as f32 + 0.5) * 2.0f32.powi(-32);
+    -(-(-u).ln_1p()).ln()
+}
+
 /// The supervised slots of a batch of blocks, compacted: only slots with weight reach the head. Row `i` is one
 /// valid slot; the slots of block `n` are `block_begin[n]..block_begin[n + 1]`, in slot order.
 pub struct Slots<'a, E: Engine> {
@@ -384,6 +408,13 @@ pub trait Engine: Sized + 'static {
     fn widen(&self, src: HalfView<'_, Self>, dst: FloatMut<'_, Self>) -> Result<(), EngineError>;
     /// `dst[i] = src[rows[i]]`.
     fn gather(
+        &self,
+        src: HalfView<'_, Self>,
+        rows: IndexView<'_, Self>,
+        dst: HalfMut<'_, Self>,
+    ) -> Result<(), EngineError>;
+    /// `dst[rows[i]] = src[i]`, each row at most once; the other rows of `dst` stay.
+    fn scatter(
         &self,
         src: HalfView<'_, Self>,
         rows: IndexView<'_, Self>,
@@ -597,6 +628,15 @@ pub trait Engine: Sized + 'static {
         k: usize,
         ids: IndexMut<'_, Self>,
         log_probs: FloatMut<'_, Self>,
+    ) -> Result<(), EngineError>;
+    /// One token for each row of `hidden [m, H]`, in chunks: the most likely one, the lowest id in a tie, or one
+    /// drawn by [`Draws`]. `ids [1, m]`.
+    fn choose(
+        &self,
+        hidden: HalfView<'_, Self>,
+        lm_head: HalfView<'_, Self>,
+        draws: Option<Draws<'_>>,
+        ids: IndexMut<'_, Self>,
     ) -> Result<(), EngineError>;
     /// `out[0] = Σ x²` in a fixed order.
     fn sum_squares(

@@ -90,6 +90,24 @@ pub fn rows_are_gathered<E: Engine>(engine: &E) {
     }
 }
 
+pub fn rows_are_scattered<E: Engine>(engine: &E) {
+    let mut rng = Random(7);
+    for cols in [5, 16] {
+        let (src, held) = random(engine, &mut rng, 4, cols, 1.0);
+        let (mut dst, before) = random(engine, &mut rng, 9, cols, 1.0);
+        let ids = [7, 0, 3, 8];
+        engine
+            .scatter(src.view(), indices(engine, &ids).view(), dst.view_mut())
+            .unwrap();
+        let after = dst.read(engine);
+        for row in 0..9 {
+            let from = ids.iter().position(|&id| id as usize == row);
+            let want = from.map_or(before.row(row), |i| held.row(i));
+            assert_eq!(after.row(row), want, "row {row}");
+        }
+    }
+}
+
 pub fn non_finite_values_are_found<E: Engine>(engine: &E) {
     let mut values = Random(4).matrix(3, 131, 1.0);
     let found = |values: &Matrix| {

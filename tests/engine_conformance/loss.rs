@@ -1,7 +1,7 @@
 //! Head, loss, and the most likely tokens. The reference loss is float64 with its weights held fixed; gradients
 //! are central differences of it.
 
-use slipstream::engine::{Engine, HeadLoss, HeadLossOut, LossOptions, Slots};
+use slipstream::engine::{Draws, Engine, HeadLoss, HeadLossOut, LossOptions, Slots, gumbel};
 
 use crate::support::{Matrix, Random, Wide, close, float, indices, random, read_float};
 
@@ -328,6 +328,102 @@ pub fn top_tokens_and_logits<E: Engine>(engine: &E) {
         }
     }
     assert!(ties > 0, "no tie was met");
+}
+
+pub fn tokens_are_chosen_and_drawn<E: Engine>(engine: &E) {
+    let mut rng = Random(34);
+    let (rows, width, vocabulary) = (70, 12, 131);
+    let (hidden, _) = random(engine, &mut rng, rows, width, 1.0);
+    let mut head = rng.matrix(vocabulary, width, 0.5);
+    for twin in [40, 100] {
+        let first = head.row(3).to_vec();
+        head.row_mut(twin).copy_from_slice(&first);
+    }
+    let head = Wide::new(engine, &head);
+    let logits_of = |hidden: &Wide<E>, rows: usize| {
+        let mut all = engine.float(rows, vocabulary).unwrap();
+        engine
+            .logits(hidden.view(), head.view(), all.view_mut())
+            .unwrap();
+        read_float(engine, &all)
+    };
+    let choose = |hidden: &Wide<E>, rows: usize, draws: Option<Draws<'_>>| {
+        let mut ids = indices(engine, &vec![u32::MAX; rows]);
+        engine
+            .choose(hidden.view(), head.view(), draws, ids.view_mut())
+            .unwrap();
+        engine.download_index(ids.view()).unwrap()
+    };
+    let largest = |scores: &[f64]| {
+        let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        (scores.iter().position(|&s| s == best).unwrap(), best)
+    };
+    let all = logits_of(&hidden, rows);
+    for (r, id) in choose(&hidden, rows, None).into_iter().enumerate() {
+        assert_eq!(id as usize, largest(all.row(r)).0, "row {r}");
+    }
+    let keys: Vec<u64> = (0..rows).map(|_| rng.next()).collect();
+    let temperature = 0.7;
+    let draws = Draws {
+        temperature,
+        cap: Some(2.0),
+        keys: &keys,
+    };
+    let drawn = choose(&hidden, rows, Some(draws));
+    for (r, &id) in drawn.iter().enumerate() {
+        let noise = |id: usize| f64::from(gumbel(keys[r], id as u32));
+        let scores: Vec<f64> = all
+            .row(r)
+            .iter()
+            .enumerate()
+            .map(|(i, z)| 2.0 * (z / 2.0).tanh() / f64::from(temperature) + noise(i))
+            .collect();
+        // Rounding may decide between two that are as good as equal.
+        assert!(scores[id as usize] > largest(&scores).1 - 1e-4, "row {r}");
+    }
+    assert_ne!(drawn, choose(&hidden, rows, None));
+
+    // Draws from one distribution, against it.
+    let count = 4000;
+    let row = rng.matrix(1, width, 1.0).data;
+    let same = Wide::new(
+        engine,
+        &Matrix {
+            rows: count,
+            cols: width,
+            data: row.repeat(count),
+        },
+    );
+    let keys: Vec<u64> = (0..count as u64).collect();
+    let draws = Draws {
+        temperature,
+        cap: None,
+        keys: &keys,
+    };
+    let mut counts = vec![0.0; vocabulary];
+    for id in choose(&same, count, Some(draws)) {
+        counts[id as usize] += 1.0;
+    }
+    let held = logits_of(&same, count);
+    // Pearson's statistic by the point that it exceeds once in 10,000 (Wilson and Hilferty); rare tokens together.
+    let misfit = |temperature: f64| {
+        let log_p = log_softmax(held.row(0), temperature);
+        let (mut statistic, mut cells, mut rare) = (0.0, 0.0, (0.0, 0.0));
+        for (seen, log_p) in counts.iter().zip(&log_p) {
+            let expected = log_p.exp() * count as f64;
+            if expected < 5.0 {
+                rare = (rare.0 + seen, rare.1 + expected);
+            } else {
+                statistic += (seen - expected).powi(2) / expected;
+                cells += 1.0;
+            }
+        }
+        statistic += (rare.0 - rare.1).powi(2) / rare.1.max(1e-9);
+        let v = 2.0 / (9.0 * cells);
+        statistic / (cells * (1.0 - v + 3.719 * f64::sqrt(v)).powi(3))
+    };
+    let (right, wrong) = (misfit(f64::from(temperature)), misfit(0.8));
+    assert!(right < 1.0 && wrong > 1.0, "{right}, {wrong}");
 }
 
 /// The gradient and the sums are the same on two engines of one kind.

@@ -39,6 +39,7 @@ macro_rules! whole_suite {
                 basics::values_travel_to_the_device_and_back,
                 basics::slots_are_copied_out_and_in,
                 basics::rows_are_gathered,
+                basics::rows_are_scattered,
                 basics::non_finite_values_are_found,
                 basics::squares_are_summed,
                 basics::adamw_updates_masters_and_weights,
@@ -54,6 +55,7 @@ macro_rules! whole_suite {
                 loss::head_loss_with_every_option,
                 loss::head_loss_over_many_chunks,
                 loss::top_tokens_and_logits,
+                loss::tokens_are_chosen_and_drawn,
             ]
         );
     };

@@ -1,4 +1,4 @@
-//! The most likely tokens of a few rows.
+//! The most likely tokens of a few rows, and draws.
 
 #![forbid(unsafe_code)]
 
@@ -6,6 +6,7 @@ use super::Cpu;
 use super::memory::{Rows, RowsMut};
 use super::product::MatMut;
 use super::vector::{exp, wide};
+use crate::engine::{Draws, gumbel};
 
 /// Rows whose logits are held at once.
 const ROWS: usize = 64;
@@ -49,6 +50,72 @@ pub(super) fn top_k(
             best(logits, ids.rows.row_mut(0), log_probs.rows.row_mut(0));
         });
     }
+}
+
+/// One token for each row: the most likely, or drawn.
+pub(super) fn choose(
+    cpu: &Cpu,
+    hidden: Rows<'_>,
+    lm_head: Rows<'_>,
+    draws: Option<Draws<'_>>,
+    ids: &mut [u32],
+) {
+    let vocabulary = lm_head.rows;
+    assert_eq!(ids.len(), hidden.rows, "one token for each row");
+    if let Some(draws) = draws {
+        assert!(draws.temperature > 0.0, "draws at temperature 0");
+        assert_eq!(draws.keys.len(), hidden.rows, "one key for each row");
+    }
+    let mut logits = cpu.scratch(ROWS.min(hidden.rows) * vocabulary);
+    for (number, ids) in ids.chunks_mut(ROWS).enumerate() {
+        let (first, rows) = (number * ROWS, ids.len());
+        let logits = &mut logits.as_mut_slice()[..rows * vocabulary];
+        let x = Rows {
+            data: hidden.from(first, 0),
+            rows,
+            ..hidden
+        };
+        cpu.product(
+            x.mat(),
+            lm_head.mat().t(),
+            MatMut::new(logits, rows, vocabulary, vocabulary),
+            false,
+        );
+        let logits = &*logits;
+        cpu.for_each(
+            rows * vocabulary,
+            ids.iter_mut().enumerate(),
+            |(row, id)| {
+                let logits = &logits[row * vocabulary..][..vocabulary];
+                *id = match draws {
+                    None => largest(logits.iter().copied()),
+                    Some(Draws {
+                        temperature,
+                        cap,
+                        keys,
+                    }) => {
+                        let key = keys[first + row];
+                        let capped = |z: f32| cap.map_or(z, |cap| cap * (z / cap).tanh());
+                        let score = |(&z, id): (&f32, u32)| {
+                            capped(z) * (1.0 / temperature) + gumbel(key, id)
+                        };
+                        largest(logits.iter().zip(0..).map(score))
+                    }
+                };
+            },
+        );
+    }
+}
+
+/// Place of the largest value, the first of several.
+fn largest(values: impl Iterator<Item = f32>) -> u32 {
+    let mut best = (f32::NEG_INFINITY, 0);
+    for (value, id) in values.zip(0..) {
+        if value > best.0 {
+            best = (value, id);
+        }
+    }
+    best.1
 }
 
 /// The largest of `logits`, best first, the lower id first in a tie.

@@ -26,9 +26,9 @@ use std::time::Duration;
 use rayon::prelude::*;
 
 use super::{
-    AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Engine, EngineError, Float,
-    FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads, Index, IndexMut,
-    IndexView, Queue, Rotary, Scores, Tensor,
+    AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Draws, Engine, EngineError,
+    Float, FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads, Index,
+    IndexMut, IndexView, Queue, Rotary, Scores, Tensor,
 };
 pub use memory::Buffer;
 use memory::{Rows, RowsMut, Shelf};
@@ -210,6 +210,16 @@ impl Engine for Cpu {
         dst: HalfMut<'_, Self>,
     ) -> Result<(), EngineError> {
         transfer::gather(self, Rows::new(src), index(rows), RowsMut::new(dst));
+        Ok(())
+    }
+
+    fn scatter(
+        &self,
+        src: HalfView<'_, Self>,
+        rows: IndexView<'_, Self>,
+        dst: HalfMut<'_, Self>,
+    ) -> Result<(), EngineError> {
+        transfer::scatter(Rows::new(src), index(rows), RowsMut::new(dst));
         Ok(())
     }
 
@@ -570,6 +580,24 @@ impl Engine for Cpu {
             k,
             RowsMut::new(ids),
             RowsMut::new(log_probs),
+        );
+        Ok(())
+    }
+
+    fn choose(
+        &self,
+        hidden: HalfView<'_, Self>,
+        lm_head: HalfView<'_, Self>,
+        draws: Option<Draws<'_>>,
+        ids: IndexMut<'_, Self>,
+    ) -> Result<(), EngineError> {
+        let mut ids = RowsMut::new(ids);
+        head::choose(
+            self,
+            Rows::new(hidden),
+            Rows::new(lm_head),
+            draws,
+            ids.row_mut(0),
         );
         Ok(())
     }

@@ -81,6 +81,19 @@ pub(super) fn gather(cpu: &Cpu, src: Rows<'_>, ids: &[u32], dst: RowsMut<'_>) {
     });
 }
 
+pub(super) fn scatter(src: Rows<'_>, ids: &[u32], mut dst: RowsMut<'_>) {
+    assert_eq!(
+        (ids.len(), dst.cols),
+        (src.rows, src.cols),
+        "shapes of a scatter"
+    );
+    for (r, &id) in ids.iter().enumerate() {
+        let id = id as usize;
+        assert!(id < dst.rows, "row {id} of a table of {}", dst.rows);
+        dst.row_mut(id).copy_from_slice(src.row(r));
+    }
+}
+
 /// Copies a contiguous matrix to `dst`.
 ///
 /// # Safety

@@ -1,6 +1,8 @@
 //! The head: loss and its gradient in chunks of whole blocks, and the most likely tokens.
 
-use super::super::{EngineError, HalfView, HeadLoss, HeadLossOut, IndexView, Storage, Tensor};
+use super::super::{
+    Draws, EngineError, HalfView, HeadLoss, HeadLossOut, IndexView, Storage, Tensor,
+};
 use super::gemm::Product;
 use super::kernels::{Launch, Program, args, defines};
 use super::memory::{Buffer, Raw, raw, raw_mut};
@@ -242,6 +244,51 @@ impl Cuda {
             let launch = Launch::line(n, THREADS);
             // SAFETY: the arguments are the kernel's; views were checked against their storages.
             unsafe { self.launch(&WIDE, "top_tokens", launch, &args)? };
+        }
+        Ok(())
+    }
+
+    pub(super) fn choose_impl(
+        &self,
+        hidden: HalfView<'_, Self>,
+        lm_head: HalfView<'_, Self>,
+        draws: Option<Draws<'_>>,
+        ids: Raw,
+    ) -> Result<(), EngineError> {
+        let (rows, vocab) = (hidden.rows, lm_head.rows);
+        assert_eq!((ids.rows, ids.cols), (1, rows), "one token for each row");
+        if rows == 0 {
+            return Ok(());
+        }
+        let inverse_t = draws.map_or(1.0, |draws| 1.0 / draws.temperature);
+        let cap = draws.and_then(|draws| draws.cap).unwrap_or(0.0);
+        let keys = match draws {
+            None => None,
+            Some(Draws {
+                temperature, keys, ..
+            }) => {
+                assert!(temperature > 0.0, "draws at temperature 0");
+                assert_eq!(keys.len(), rows, "one key for each row");
+                let halves = keys.iter().flat_map(|&k| [k as u32, (k >> 32) as u32]);
+                Some(self.upload_words(&halves.collect::<Vec<_>>())?)
+            }
+        };
+        let most = (CHUNK_BYTES / (vocab * 4)).clamp(1, rows);
+        let logits: Buffer<f32> = Buffer::new(&self.device, most * vocab, "logits")?;
+        let mut logits = Tensor::new(logits, most, vocab);
+        for from in (0..rows).step_by(most) {
+            let n = most.min(rows - from);
+            let z = raw_mut(&logits.view_mut().row_range(0, n));
+            let x = raw(&hidden.row_range(from, from + n));
+            self.product(Product::Forward, [raw(&lm_head), x, z], true, false)?;
+            let keys = keys
+                .as_ref()
+                .map_or(0, |keys| keys.address() + 8 * from as u64);
+            let to = ids.ptr + 4 * from as u64;
+            let args = args![z.ptr, vocab, cap, inverse_t, keys, to];
+            let launch = Launch::line(n, THREADS);
+            // SAFETY: the arguments are the kernel's; views were checked against their storages.
+            unsafe { self.launch(&WIDE, "choose_token", launch, &args)? };
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use std::time::Duration;
 use half::{bf16, f16};
 
 use super::{
-    AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Encoding, Engine,
+    AdamW, BlockKeys, BlockKeysGrad, BlockMask, CacheMask, CausalMask, Draws, Encoding, Engine,
     EngineError, Float, FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads,
     Index, IndexMut, IndexView, Queue, Rotary, Scores, Tensor,
 };
@@ -288,6 +288,17 @@ impl Engine for Cuda {
         self.gather_rows(raw(&src), Some(index(&rows)), raw_mut(&dst))
     }
 
+    fn scatter(
+        &self,
+        src: HalfView<'_, Self>,
+        rows: IndexView<'_, Self>,
+        dst: HalfMut<'_, Self>,
+    ) -> Result<(), EngineError> {
+        let (rows, count) = index(&rows);
+        assert_eq!(count, src.rows, "rows of a scatter");
+        self.scatter_rows(raw(&src), rows, raw_mut(&dst))
+    }
+
     unsafe fn register_host(&self, base: *mut u8, len: usize) -> Result<(), EngineError> {
         // SAFETY: passed on.
         unsafe { self.host.register(base, len) }
@@ -539,6 +550,16 @@ impl Engine for Cuda {
         log_probs: FloatMut<'_, Self>,
     ) -> Result<(), EngineError> {
         self.top_k_impl(hidden, lm_head, k, raw_mut(&ids), raw_mut(&log_probs))
+    }
+
+    fn choose(
+        &self,
+        hidden: HalfView<'_, Self>,
+        lm_head: HalfView<'_, Self>,
+        draws: Option<Draws<'_>>,
+        ids: IndexMut<'_, Self>,
+    ) -> Result<(), EngineError> {
+        self.choose_impl(hidden, lm_head, draws, raw_mut(&ids))
     }
 
     fn sum_squares(

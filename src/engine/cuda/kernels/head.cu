@@ -254,3 +254,48 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         last = best, last_index = index;
     }
 }
+
+// The Gumbel variable of a token: output `id` of SplitMix64 seeded with `key`, its upper half as u in (0, 1), and
+// -ln(-ln(1 - u)).
+__device__ __forceinline__ float gumbel(unsigned long long key, u32 id) {
+    unsigned long long z = key + ((unsigned long long)id + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    float u = ((float)(u32)(z >> 32) + 0.5f) * 2.3283064365386963e-10f;
+    return -logf(-log1pf(-u));
+}
+
+// One token for each row of float32 logits: without keys (null) the most likely, the lowest id in a tie; else the
+// largest logit / T + Gumbel variable of the row's key, two words, low first; logits are capped first if cap > 0.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    choose_token(const float* logits, i64 vocab, float cap, float inverse_t, const u32* keys, u32* ids) {
+    __shared__ float values[THREADS / 32];
+    __shared__ u32 indices[THREADS / 32];
+    const float* z = logits + (i64)blockIdx.x * vocab;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    unsigned long long key = 0;
+    if (keys) key = (unsigned long long)keys[2 * blockIdx.x + 1] << 32 | keys[2 * blockIdx.x];
+    float best = -INFINITE;
+    u32 index = FULL;
+    for (i64 i = threadIdx.x; i < vocab; i += THREADS) {
+        float v = z[i];
+        if (keys) {
+            if (cap > 0.f) v = cap * tanhf(v / cap);
+            v = v * inverse_t + gumbel(key, (u32)i);
+        }
+        if (v > best || index == FULL) best = v, index = (u32)i;
+    }
+    for (int step = 16; step; step >>= 1) {
+        float v = __shfl_xor_sync(FULL, best, step);
+        u32 i = __shfl_xor_sync(FULL, index, step);
+        if (i != FULL && (index == FULL || v > best || (v == best && i < index))) best = v, index = i;
+    }
+    if (lane == 0) values[warp] = best, indices[warp] = index;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < THREADS / 32; ++i)
+        if (indices[i] != FULL && (index == FULL || values[i] > best || (values[i] == best && indices[i] < index)))
+            best = values[i], index = indices[i];
+    ids[blockIdx.x] = index;
+}
