@@ -2,7 +2,7 @@
 //! back to what was accepted.
 
 use super::error::ModelError;
-use super::target::{Cached, Captured, Places, Target};
+use super::target::{CacheRows, Cached, Captured, Places, Target};
 use crate::engine::{CacheMask, Engine, Half, HalfView};
 
 /// What one pass over new tokens gives, a row for each of them.
@@ -126,6 +126,7 @@ impl<E: Engine> TargetDecoder<E> {
         let attend = Cached {
             keys: &mut self.keys,
             values: &mut self.values,
+            rows: CacheRows::From(self.length),
             mask: CacheMask {
                 rows: &[0, new as u32],
                 cache_start: &[0],

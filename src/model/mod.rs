@@ -1,5 +1,6 @@
 //! Target and drafter networks, written once over the engine: configs, weights, forward, backward, losses.
 
+pub mod batch;
 pub mod config;
 pub mod decoder;
 pub mod drafter;
@@ -11,6 +12,7 @@ pub mod target;
 pub(crate) mod testing;
 pub mod weights;
 
+pub use batch::{BatchDecoder, NewTokens};
 pub use config::{Activation, ExpertsConfig, Family, TargetConfig};
 pub use decoder::{Shape, Step, TargetDecoder};
 pub use end_tokens::end_token_ids;

@@ -50,10 +50,19 @@ impl<E: Engine> Attend<E> for Packed<'_, E> {
     }
 }
 
+/// Where new keys and values go in a cache.
+pub(in crate::model) enum CacheRows<'a, E: Engine> {
+    /// In a row, from here on.
+    From(usize),
+    /// Each to its own place.
+    Scattered(IndexView<'a, E>),
+}
+
 /// New rows behind cached ones; each layer's keys and values join its cache first.
 pub(in crate::model) struct Cached<'a, E: Engine> {
     pub keys: &'a mut [Half<E>],
     pub values: &'a mut [Half<E>],
+    pub rows: CacheRows<'a, E>,
     /// The window is the layer's.
     pub mask: CacheMask<'a>,
 }
@@ -67,10 +76,15 @@ impl<E: Engine> Attend<E> for Cached<'_, E> {
         out: HalfMut<'_, E>,
     ) -> Result<(), ModelError> {
         let (keys, values) = (&mut self.keys[layer], &mut self.values[layer]);
-        let begin = (self.mask.cache_start[0] + self.mask.cached[0]) as usize;
-        let end = begin + new.k.rows;
-        engine.copy_half(new.k, keys.view_mut().row_range(begin, end))?;
-        engine.copy_half(new.v, values.view_mut().row_range(begin, end))?;
+        for (new, cache) in [(new.k, &mut *keys), (new.v, &mut *values)] {
+            match self.rows {
+                CacheRows::From(begin) => {
+                    let place = cache.view_mut().row_range(begin, begin + new.rows);
+                    engine.copy_half(new, place)?;
+                }
+                CacheRows::Scattered(rows) => engine.scatter(new, rows, cache.view_mut())?,
+            }
+        }
         let mask = CacheMask {
             window: new.window,
             ..self.mask

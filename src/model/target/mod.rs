@@ -14,7 +14,7 @@ use super::rotary::RotaryTables;
 use super::weights::TargetFiles;
 use crate::engine::{Engine, Float, Half, HalfMut, HalfView};
 use attend::Packed;
-pub(super) use attend::{Attend, Cached};
+pub(super) use attend::{Attend, CacheRows, Cached};
 use layer::{Layer, Pass, Room};
 
 /// What a worker wants from a target, so that no more of it is loaded or run.
