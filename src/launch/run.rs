@@ -24,6 +24,7 @@ use crate::monitor::live::{LiveLine, LiveView, duration};
 use crate::monitor::logs;
 use crate::monitor::metrics::{MetricsRecord, TrainedRecord};
 use crate::shm::{RunId, Segment, ShmError, StopReason};
+use crate::train::best::Best;
 use crate::worker::WorkerPlan;
 
 /// Why a run could not begin, or could not go on by the launcher's own fault.
@@ -211,6 +212,7 @@ struct Run<'a> {
     /// What a worker said of its parameters.
     parameters: BTreeMap<WorkerId, String>,
     evaluations: BTreeMap<u32, Evaluation>,
+    best: Option<Best>,
     began_training: Option<Instant>,
     ready: usize,
     anchors: u64,
@@ -275,6 +277,9 @@ impl<'a> Run<'a> {
             looks: VecDeque::new(),
             parameters: BTreeMap::new(),
             evaluations: BTreeMap::new(),
+            // One behind the step from which the run goes on belongs to what is trained again.
+            best: Best::read(&prepared.output.checkpoints())
+                .filter(|best| best.step <= prepared.first_step),
             began_training: None,
             ready: 0,
             anchors,
@@ -358,6 +363,26 @@ impl<'a> Run<'a> {
                 "held-out accepted length {when}: {length:.3} ({})",
                 trees.join(", ")
             ));
+            self.consider(step);
+        }
+    }
+
+    /// Keeps the checkpoint of `step` as the best, if it is saved, evaluated and better than the best so far.
+    fn consider(&mut self, step: u32) {
+        let root = self.output.checkpoints();
+        let found = self.evaluations.get(&step);
+        let found = found.filter(|found| found.documents == self.held_out);
+        let candidate = found.and_then(|f| Best::new(u64::from(step), f.tokens, f.rounds));
+        let Some(candidate) = candidate.filter(|_| root.join(format!("step-{step}")).is_dir())
+        else {
+            return;
+        };
+        let beaten = |best: &Best| best.is_beaten_by(&candidate);
+        if self.best.as_ref().is_none_or(beaten) {
+            match candidate.keep(&root) {
+                Ok(()) => self.best = Some(candidate),
+                Err(error) => self.console.warn(&format!("the best checkpoint: {error}")),
+            }
         }
     }
 
@@ -555,6 +580,12 @@ impl<'a> Run<'a> {
             let run = self.output.path().display();
             self.console
                 .line(&format!("checkpoint: {}", checkpoint.display()));
+            if let Some(best) = &self.best {
+                self.console.line(&format!(
+                    "best: {run}/checkpoints/best, of step {}, held-out accepted length {:.3}",
+                    best.step, best.accepted_length
+                ));
+            }
             self.console.line(&format!("next: launcher eval {run}"));
         }
     }
@@ -591,6 +622,7 @@ impl Hooks for Run<'_> {
             FromWorker::CheckpointSaved { step, path } => {
                 tracing::info!("checkpoint of step {step}: {}", path.display());
                 self.checkpoint = Some(path);
+                self.consider(step);
             }
             FromWorker::DeviceMemory { peak } => {
                 self.device_peaks.insert(worker, peak);

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 
+use super::best;
 use super::disk::{Disk, DiskError, Written};
 use super::export::{self, ExportError, Provenance, sources};
 use super::optimizer::Optimizer;
@@ -160,7 +161,8 @@ impl Snapshot {
     }
 }
 
-/// Writes `root/step-N`, moves `latest` to it and removes all but the `keep` newest. Returns its path.
+/// Writes `root/step-N`, moves `latest` to it and removes all but the `keep` newest and the best. Returns
+/// its path.
 ///
 /// # Errors
 /// Any operation of the file system before `latest` has moved, which then still leads to the earlier
@@ -179,7 +181,7 @@ fn write_on(
     snapshot: &Snapshot,
     keep: usize,
 ) -> Result<PathBuf, CheckpointError> {
-    let name = format!("{STEP}{}", snapshot.progress.step);
+    let name = step_name(snapshot.progress.step);
     let temporary = root.join(format!("{WRITING}{name}"));
     let place = root.join(&name);
     disk.create_dir(root)?;
@@ -209,12 +211,14 @@ fn write_on(
     Ok(place)
 }
 
-/// Removes what `step` replaced and all but the `keep` newest.
+/// Removes what `step` replaced and all but the `keep` newest and the best.
 fn tidy(disk: &mut Disk, root: &Path, step: u64, keep: usize) -> Result<(), CheckpointError> {
     // Where this step existed before, it has changed places with the new one.
     remove_leftovers(disk, root)?;
+    let best = best::linked(root);
     let old: Vec<_> = steps(root)?.into_iter().skip(keep.max(1)).collect();
-    for old in old.into_iter().filter(|&old| old != step) {
+    let stays = |old: u64| old == step || best.as_ref() == Some(&step_name(old));
+    for old in old.into_iter().filter(|&old| !stays(old)) {
         remove(disk, root, old)?;
     }
     Ok(())
@@ -291,9 +295,14 @@ fn remove_leftovers(disk: &mut Disk, root: &Path) -> Result<(), CheckpointError>
 /// Removes a checkpoint, which first takes a name that nobody reads.
 fn remove(disk: &mut Disk, root: &Path, step: u64) -> Result<(), CheckpointError> {
     let doomed = root.join(format!("{REMOVING}{STEP}{step}"));
-    disk.place(&root.join(format!("{STEP}{step}")), &doomed)?;
+    disk.place(&root.join(step_name(step)), &doomed)?;
     disk.remove_dir(&doomed)?;
     Ok(())
+}
+
+/// Name of a step's checkpoint.
+pub(super) fn step_name(step: u64) -> String {
+    format!("{STEP}{step}")
 }
 
 fn names(root: &Path) -> Result<Vec<String>, CheckpointError> {
@@ -355,7 +364,7 @@ pub fn newest_checkpoint(root: &Path) -> Result<Option<Found>, CheckpointError> 
     }
     let mut candidates: Vec<PathBuf> = steps(root)?
         .into_iter()
-        .map(|step| root.join(format!("{STEP}{step}")))
+        .map(|step| root.join(step_name(step)))
         .collect();
     if let Ok(target) = fs::read_link(root.join(LATEST)) {
         let target = root.join(target);
@@ -568,6 +577,25 @@ mod tests {
         assert_eq!(found.checkpoint.record.plan, "other");
         let left = names(root).unwrap();
         assert!(left.iter().all(|n| !n.starts_with('.')), "{left:?}");
+    }
+
+    #[test]
+    fn the_best_stays_however_old() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        for step in [10, 20, 30, 40] {
+            write_checkpoint(root, &snapshot(step), 1).unwrap();
+            if step == 20 {
+                best::Best::new(20, 5, 2).unwrap().keep(root).unwrap();
+            }
+        }
+        assert_eq!(steps(root).unwrap(), [40, 20]);
+        best::Best::new(40, 6, 2).unwrap().keep(root).unwrap();
+        write_checkpoint(root, &snapshot(50), 1).unwrap();
+        assert_eq!(steps(root).unwrap(), [50, 40]);
+        // It is not what a run goes on from.
+        let found = newest_checkpoint(root).unwrap().unwrap();
+        assert_is(&found.checkpoint, 50);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Anchors, optimizer, schedule, step, checkpoint and export of a drafter.
 
 pub mod anchors;
+pub mod best;
 pub mod checkpoint;
 pub mod disk;
 pub mod export;

@@ -323,11 +323,13 @@ impl<'a, E: Engine, C: Collective<E>> Trainer<'a, E, C> {
     fn close(&mut self) -> Result<bool, WorkerError> {
         let step = self.seat.step();
         let every = |count: Option<u64>| count.is_some_and(|count| step.is_multiple_of(count));
-        let save = every(self.plan.saving.every);
+        // What is evaluated is saved too, so that the best can be kept.
+        let evaluate = every(self.plan.eval_every);
+        let save = every(self.plan.saving.every) || evaluate && !self.held_out.is_empty();
         let vote = Vote {
             // The last step, if there is one, stands in shared memory: targets must know it too.
             stop: false,
-            evaluate: every(self.plan.eval_every),
+            evaluate,
             hash: if std::mem::take(&mut self.compare) {
                 self.value_hash()?
             } else {
