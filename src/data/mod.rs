@@ -18,6 +18,7 @@ mod mask;
 mod mask_token;
 mod parquet;
 mod prepare;
+mod prompts;
 mod python;
 mod records;
 mod report;
@@ -40,6 +41,7 @@ pub use prepare::{
     Inspection, PrepareRequest, Prepared, Progress, RowTokens, TextOptions, check, check_files,
     default_cache_dir, encode_row, inspect, prepare,
 };
+pub use prompts::{Conversation, Prompts, read_prompts};
 pub use report::{DataReport, EXAMPLES, SkipCount, SkipExample, SkipReason};
 pub use set::{Document, DocumentInfo, TokenSet};
 pub use template::{ChatTemplate, parse_template_kwarg};

@@ -551,7 +551,7 @@ impl Outcome {
 }
 
 /// What only a full reading shows.
-fn refusal(report: &DataReport) -> Option<DataError> {
+pub(super) fn refusal(report: &DataReport) -> Option<DataError> {
     if let Some(skip) = report.skipped.get(&SkipReason::Malformed)
         && skip.count * 100 > report.rows
     {

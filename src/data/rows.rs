@@ -111,8 +111,21 @@ pub(super) fn has_key(row: &Value, key: &str) -> bool {
     row.get_attr(key).is_ok_and(|v| !v.is_undefined())
 }
 
-/// Reads one record.
+/// Reads one record of a conversation to train on.
 pub(super) fn parse(line: &[u8], raw_text: bool) -> Result<Row, Skip> {
+    let row = read(line, raw_text)?;
+    if let Row::Chat { messages, .. } = &row {
+        check_assistants(messages)?;
+    }
+    Ok(row)
+}
+
+/// Reads one record of a conversation to be answered; it needs no answer.
+pub(super) fn parse_prompt(line: &[u8]) -> Result<Row, Skip> {
+    read(line, false)
+}
+
+fn read(line: &[u8], raw_text: bool) -> Result<Row, Skip> {
     let text = std::str::from_utf8(line).map_err(|e| {
         Skip::at(
             SkipReason::InvalidUtf8,
@@ -177,7 +190,6 @@ fn parse_object(row: &Value, raw_text: bool) -> Result<Row, Skip> {
         .enumerate()
         .map(|(i, m)| parse_message(i, m))
         .collect::<Result<Vec<_>, _>>()?;
-    check_assistants(&messages)?;
     if is_length(field(row, "finish_reason"))
         && let Some(last) = messages.iter_mut().rfind(|m| m.role == Role::Assistant)
     {
