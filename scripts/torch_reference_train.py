@@ -45,7 +45,9 @@ def arguments():
     add("--init", choices=("normal", "fan-in"), default="normal", help="matrices from N(0, 0.02) or N(0, 1/sqrt(in))")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1)
+    add("--device", default="cpu", help="cpu, or cuda with torch 2.0 or newer")
     add("--epochs", type=float, default=4)
+    add("--max-steps", type=int, help="stop after so many steps; the schedule does not depend on it")
     add("--anchors", type=int, default=24)
     add("--batch-anchors", type=int, default=96)
     add("--lr", type=float, default=3e-3)
@@ -68,6 +70,9 @@ def main():
     options = arguments().parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
+        torch.set_float32_matmul_precision("high")
     layers = [int(i) for i in options.target_layers.split(",")]
     exported = None
     if options.evaluate:
@@ -86,12 +91,12 @@ def main():
     if exported:
         shape = Shape.of_export(exported)
         weights = TensorFile(options.evaluate / "model.safetensors")
-        params = {name: torch.from_numpy(weights[name]) for name in weights}
+        params = {name: on_device(weights[name]) for name in weights}
         print(f"accepted length over all documents: {walk(params, shape, target, documents):.3f}")
         return 0
 
     shape = Shape.of_target(target.config, layers, options)
-    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    order = shuffled(len(documents), host_generator(options.seed))
     held_out = [documents[i] for i in order[: options.eval_documents]]
     training = [documents[i] for i in order[options.eval_documents :] if documents[i].eligible]
     params = initial_params(shape, options.init)
@@ -101,6 +106,20 @@ def main():
     if options.save:
         save(options.save, params, shape, target.config)
     return 0
+
+
+def on_device(values):
+    """A numpy array as a tensor on the default device."""
+    return torch.from_numpy(values).to(torch.empty(0).device)
+
+
+def host_generator(seed):
+    """Draws that are the same whatever the device."""
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def shuffled(count, generator):
+    return torch.randperm(count, generator=generator, device="cpu").tolist()
 
 
 @dataclass
@@ -182,7 +201,7 @@ class Target:
         if self.config["model_type"] != "llama":
             raise SystemExit(f"{directory} is a {self.config['model_type']} model; only llama is run here")
         file = TensorFile(directory / "model.safetensors")
-        self.weights = {name: torch.from_numpy(file[name]) for name in file}
+        self.weights = {name: on_device(file[name]) for name in file}
         self.embed = self.weights["model.embed_tokens.weight"]
         self.lm_head = self.weights.get("lm_head.weight", self.embed)
         self.theta = self.config.get("rope_parameters", self.config)["rope_theta"]
@@ -412,9 +431,9 @@ def learning_rate(options, done):
 def steps_of_epoch(documents, options, generator):
     """Documents in a new order with their anchors, cut into steps of at most --batch-anchors."""
     step, size = [], 0
-    for i in torch.randperm(len(documents), generator=generator).tolist():
+    for i in shuffled(len(documents), generator):
         eligible = documents[i].eligible
-        chosen = torch.randperm(len(eligible), generator=generator)[: options.anchors].tolist()
+        chosen = shuffled(len(eligible), generator)[: options.anchors]
         if step and size + len(chosen) > options.batch_anchors:
             yield step
             step, size = [], 0
@@ -425,7 +444,7 @@ def steps_of_epoch(documents, options, generator):
 
 
 def train(params, shape, target, documents, options, report=lambda line: None):
-    generator = torch.Generator().manual_seed(options.seed + 1)
+    generator = host_generator(options.seed + 1)
     rotary = Rotary(shape.positions + shape.block, shape.d, shape.theta)
     optimizer = torch.optim.AdamW(params.values(), lr=options.lr, betas=(0.9, options.beta2), weight_decay=options.weight_decay)
     per_epoch = sum(min(options.anchors, len(document.eligible)) for document in documents)
@@ -449,7 +468,8 @@ def train(params, shape, target, documents, options, report=lambda line: None):
                 loss = float(loss_sum / weight_sum)
                 report(f"step {steps} loss {loss:.3f} slots right {right / slots:.3f} {seen / took:.0f} anchors/s {took:.0f} s")
                 right = slots = 0
-            if seen >= planned:
+            if seen >= planned or steps == options.max_steps:
+                planned = seen
                 break
     took = time.time() - start
     report(f"{steps} steps, {seen} anchors in {took:.1f} s ({seen / took:.0f} anchors/s)")
@@ -496,7 +516,7 @@ def save(directory, params, shape, target):
     }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: value.detach().numpy() for name, value in params.items()}
+    tensors = {name: value.detach().cpu().numpy() for name, value in params.items()}
     write(directory / "model.safetensors", tensors, bfloat16=True)
 
 
