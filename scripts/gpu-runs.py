@@ -100,7 +100,7 @@ def demo(name, *words):
 
 def one():
     told = demo("one", "--gpus", 0)
-    text, took = launch("eval", FOLDER / "one", "--gpu", 0, "--documents", 32, "--tree", 16)
+    text, took = launch("eval", FOLDER / "one", "--gpus", 0, "--documents", 32, "--tree", 16)
     return f"{told}\n{text}decoded in {took:.1f} s"
 
 

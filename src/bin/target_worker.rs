@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use slipstream::control::{Role, worker_main};
-use slipstream::launch::{evaluate, gpus};
+use slipstream::launch::{devices, gpus};
 use slipstream::worker;
 
 fn main() -> ExitCode {
@@ -11,14 +11,13 @@ fn main() -> ExitCode {
     match words.next() {
         Some(word) if word == gpus::ARGUMENT => {
             println!("{}", gpus::report());
-            return ExitCode::SUCCESS;
+            ExitCode::SUCCESS
         }
-        Some(word) if word == gpus::AGAIN => return ExitCode::from(evaluate::on_gpu(words)),
         Some(word) if word == gpus::USE_ARGUMENT => {
             gpus::print_use();
-            return ExitCode::SUCCESS;
+            ExitCode::SUCCESS
         }
-        _ => {}
+        Some(word) if word == devices::AS_LAUNCHER => ExitCode::from(devices::as_launcher(words)),
+        _ => worker_main(Role::Target, worker::target::run),
     }
-    worker_main(Role::Target, worker::target::run)
 }

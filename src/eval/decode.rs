@@ -5,14 +5,13 @@
 //! for as long as its tokens are those that the target chooses itself. Whatever is emitted is the target's own
 //! choice, so greedy output equals plain greedy decoding and sampled output has the target's distribution.
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use super::tree::{SlotRanks, TreeNode, build_tree};
-use crate::engine::{Engine, EngineError};
+use crate::engine::{Draws, Engine, EngineError, HalfView, gumbel};
 use crate::model::drafter::{DraftCache, DrafterError, DrafterModel};
 use crate::model::{ModelError, Shape, Step, Target, TargetDecoder};
 
@@ -33,35 +32,67 @@ pub enum DecodeError {
     EmptyPrompt,
 }
 
-/// How the target chooses a token from its logits.
+/// How the target chooses its tokens.
 pub enum Choice<'r> {
     /// The most likely one; the lowest id wins a tie.
     Greedy,
-    /// Drawn at this temperature.
+    /// Drawn at this temperature. A token of an answer is decided by the logits before it and by the key of its
+    /// place, so speculative and plain decoding with the same keys give the same answer.
     Sampled {
         /// Above 0.
         temperature: f32,
         /// Where the randomness comes from.
-        rng: &'r mut ChaCha8Rng,
+        keys: &'r mut DrawKeys,
     },
 }
 
-impl Choice<'_> {
-    fn pick(&mut self, logits: &[f32]) -> u32 {
-        match self {
-            Self::Greedy => most_likely(logits),
-            Self::Sampled { temperature, rng } => sample(logits, *temperature, rng),
+/// The keys of an answer's draws, by place.
+#[derive(Clone, Debug)]
+pub struct DrawKeys {
+    rng: ChaCha8Rng,
+    keys: Vec<u64>,
+}
+
+impl DrawKeys {
+    /// Of answer `answer` under `seed`.
+    pub fn new(seed: u64, answer: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(answer);
+        Self {
+            rng,
+            keys: Vec::new(),
         }
+    }
+
+    /// The key of token `place` of the answer.
+    pub fn at(&mut self, place: usize) -> u64 {
+        while self.keys.len() <= place {
+            self.keys.push(self.rng.next_u64());
+        }
+        self.keys[place]
     }
 }
 
 /// What is drafted in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Draft {
-    /// The most likely token of every slot of the block, one behind the other.
-    Chain,
+    /// The most likely token of each slot of the block, one behind the other: at most so many slots.
+    Chain(usize),
     /// The best tree of this many nodes.
     Tree(usize),
+}
+
+impl Draft {
+    /// All slots.
+    pub const CHAIN: Self = Self::Chain(usize::MAX);
+
+    /// Nodes of the tree; none for a chain.
+    pub fn nodes(self) -> Option<usize> {
+        match self {
+            Self::Chain(_) => None,
+            Self::Tree(nodes) => Some(nodes),
+        }
+    }
 }
 
 /// When an answer ends.
@@ -75,7 +106,7 @@ pub struct Limits<'a> {
 
 impl Limits<'_> {
     /// Whether an answer is over.
-    fn reached(&self, answer: &[u32]) -> bool {
+    pub fn reached(&self, answer: &[u32]) -> bool {
         answer.len() >= self.new_tokens
             || answer.last().is_some_and(|token| self.end.contains(token))
     }
@@ -86,10 +117,6 @@ impl Limits<'_> {
 pub struct Plain {
     /// Its tokens.
     pub tokens: Vec<u32>,
-    /// By how much the chosen token's logit lay above the second's, for each token.
-    pub margins: Vec<f32>,
-    /// The chosen token's logit.
-    pub logits: Vec<f32>,
     /// Time behind the prompt's prefill.
     pub time: Duration,
 }
@@ -111,6 +138,32 @@ impl Speculative {
     /// Tokens behind the first, which is what rounds produced.
     pub fn produced(&self) -> usize {
         self.tokens.len().saturating_sub(1)
+    }
+}
+
+/// How a speculative answer compares with the plain one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Agreement {
+    /// Token for token the same.
+    Equal,
+    /// They part where the two tokens tie for the target within the resolution.
+    Tie {
+        /// At which token.
+        at: usize,
+    },
+    /// They part although the target was sure.
+    Differs {
+        /// At which token.
+        at: usize,
+    },
+}
+
+/// Spacing of the compute type's numbers around 1 beyond which two logits are told apart: products are summed in
+/// another order for one row than for many, so float32 logits are trusted to about 15 bits and bfloat16 ones to 6.
+pub fn resolution(half_bytes: usize) -> f32 {
+    match half_bytes {
+        4 => 2.0f32.powi(-15),
+        _ => 2.0f32.powi(-6),
     }
 }
 
@@ -155,19 +208,18 @@ impl<'a, E: Engine> Decoder<'a, E> {
         choice: &mut Choice<'_>,
     ) -> Result<Plain, DecodeError> {
         self.cache.clear();
-        let mut logits = self.prefill(prompt)?.1;
+        let step = self.prefill(prompt)?;
+        let last = step.hidden().row_range(prompt.len() - 1, prompt.len());
+        let mut token = self.choose(last, &[0], choice)?[0];
         let mut answer = Plain::default();
         let began = Instant::now();
         loop {
-            let token = choice.pick(&logits);
             answer.tokens.push(token);
-            answer.margins.push(margin(&logits, token));
-            answer.logits.push(logits[token as usize]);
             if limits.reached(&answer.tokens) {
                 break;
             }
             let step = self.pass(&[token], Shape::Chain)?;
-            logits = self.cache.logits(self.engine, self.target, &step)?;
+            token = self.choose(step.hidden(), &[answer.tokens.len()], choice)?[0];
             self.cache.keep(self.engine, &[0])?;
         }
         answer.time = began.elapsed();
@@ -187,10 +239,11 @@ impl<'a, E: Engine> Decoder<'a, E> {
     ) -> Result<Speculative, DecodeError> {
         self.cache.clear();
         self.context.clear(0);
-        let (step, logits) = self.prefill(prompt)?;
+        let step = self.prefill(prompt)?;
         self.context
             .extend(self.engine, self.drafter, 0, step.states())?;
-        let mut anchor = choice.pick(&logits);
+        let last = step.hidden().row_range(prompt.len() - 1, prompt.len());
+        let mut anchor = self.choose(last, &[0], choice)?[0];
         let mut answer = Speculative {
             tokens: vec![anchor],
             ..Speculative::default()
@@ -201,7 +254,8 @@ impl<'a, E: Engine> Decoder<'a, E> {
             answer.draft_time += began.elapsed();
 
             let began = Instant::now();
-            let (path, chosen) = self.verify(anchor, &nodes, choice)?;
+            let place = answer.tokens.len();
+            let (path, chosen) = self.verify(anchor, &nodes, place, choice)?;
             answer.verify_time += began.elapsed();
 
             let mut taken = 0;
@@ -219,18 +273,84 @@ impl<'a, E: Engine> Decoder<'a, E> {
         Ok(answer)
     }
 
-    /// Runs the prompt; its step and the logits behind its last token.
-    fn prefill(&mut self, prompt: &[u32]) -> Result<(Step<E>, Vec<f32>), DecodeError> {
-        let last = prompt
-            .len()
-            .checked_sub(1)
-            .ok_or(DecodeError::EmptyPrompt)?;
+    /// Whether an answer is the plain one; where they part, whether the target was undecided between the two tokens.
+    ///
+    /// # Errors
+    /// [`DecodeError`].
+    pub fn compare(
+        &mut self,
+        prompt: &[u32],
+        plain: &[u32],
+        answer: &[u32],
+        choice: &mut Choice<'_>,
+    ) -> Result<Agreement, DecodeError> {
+        let longest = plain.len().max(answer.len());
+        let Some(at) = (0..longest).find(|&at| plain.get(at) != answer.get(at)) else {
+            return Ok(Agreement::Equal);
+        };
+        let (Some(&one), Some(&other)) = (plain.get(at), answer.get(at)) else {
+            return Ok(Agreement::Differs { at });
+        };
+        self.cache.clear();
+        let known = [prompt, &plain[..at]].concat();
+        let step = self.prefill(&known)?;
+        let logits = self.cache.logits(self.engine, self.target, &step)?;
+        let logits = &logits[logits.len() - self.target.config().vocab_size..];
+        let (scale, key) = match choice {
+            Choice::Greedy => (1.0, None),
+            Choice::Sampled { temperature, keys } => (1.0 / *temperature, Some(keys.at(at))),
+        };
+        let score =
+            |(id, logit): (u32, f32)| logit * scale + key.map_or(0.0, |key| gumbel(key, id));
+        let of = |id: u32| score((id, logits[id as usize]));
+        let best = (0..).zip(logits.iter().copied()).map(score);
+        let best = best.fold(f32::NEG_INFINITY, f32::max);
+        let size = logits[one as usize].abs().max(logits[other as usize].abs());
+        let allowed = resolution(E::HALF_BYTES) * size.max(1.0) * scale;
+        Ok(if best - of(one).min(of(other)) <= allowed {
+            Agreement::Tie { at }
+        } else {
+            Agreement::Differs { at }
+        })
+    }
+
+    /// Runs the prompt behind an empty cache.
+    fn prefill(&mut self, prompt: &[u32]) -> Result<Step<E>, DecodeError> {
+        if prompt.is_empty() {
+            return Err(DecodeError::EmptyPrompt);
+        }
         let step = self.pass(prompt, Shape::Chain)?;
         self.cache
             .keep(self.engine, &(0..prompt.len()).collect::<Vec<_>>())?;
-        let hidden = step.hidden().row_range(last, last + 1);
-        let logits = self.target.logits(self.engine, hidden)?;
-        Ok((step, logits))
+        Ok(step)
+    }
+
+    /// The target's tokens behind some rows, which stand at `places` of the answer.
+    fn choose(
+        &self,
+        hidden: HalfView<'_, E>,
+        places: &[usize],
+        choice: &mut Choice<'_>,
+    ) -> Result<Vec<u32>, DecodeError> {
+        let mut ids = self.engine.upload_index(&vec![0; places.len()])?;
+        let keys: Vec<u64>;
+        let draws = match choice {
+            Choice::Greedy => None,
+            Choice::Sampled {
+                temperature,
+                keys: all,
+            } => {
+                keys = places.iter().map(|&place| all.at(place)).collect();
+                Some(Draws {
+                    temperature: *temperature,
+                    cap: self.target.config().final_cap.map(|cap| cap as f32),
+                    keys: &keys,
+                })
+            }
+        };
+        let head = self.target.head()?.lm_head();
+        self.engine.choose(hidden, head, draws, ids.view_mut())?;
+        Ok(self.engine.download_index(ids.view())?)
     }
 
     fn pass(&mut self, ids: &[u32], shape: Shape<'_>) -> Result<Step<E>, DecodeError> {
@@ -241,10 +361,10 @@ impl<'a, E: Engine> Decoder<'a, E> {
     fn draft(&mut self, anchor: u32, draft: Draft) -> Result<Vec<TreeNode>, DecodeError> {
         let engine = self.engine;
         let config = self.drafter.config();
-        let depths = config.block_size - 1;
-        let width = match draft {
-            Draft::Chain => 1,
-            Draft::Tree(budget) => budget.min(config.vocab_size),
+        let all = config.block_size - 1;
+        let (depths, width) = match draft {
+            Draft::Chain(slots) => (all.min(slots), 1),
+            Draft::Tree(budget) => (all, budget.min(config.vocab_size)),
         };
         let tables = self.target.head()?.tables();
         let hidden = self
@@ -263,7 +383,7 @@ impl<'a, E: Engine> Decoder<'a, E> {
         let ids = engine.download_index(ids.view())?;
         let log_probs = engine.download_float(log_probs.view())?;
         Ok(match draft {
-            Draft::Chain => ids
+            Draft::Chain(_) => ids
                 .iter()
                 .zip(0..)
                 .map(|(&token, parent)| TreeNode {
@@ -284,11 +404,13 @@ impl<'a, E: Engine> Decoder<'a, E> {
     }
 
     /// Runs anchor and draft through the target and walks down the draft: how many drafted tokens stand, and the
-    /// tokens chosen, which are these and one more. The caches hold the anchor and the accepted tokens then.
+    /// tokens chosen, which are these and one more, the first at `place` of the answer. The caches hold the anchor
+    /// and the accepted tokens then.
     fn verify(
         &mut self,
         anchor: u32,
         nodes: &[TreeNode],
+        place: usize,
         choice: &mut Choice<'_>,
     ) -> Result<(usize, Vec<u32>), DecodeError> {
         let ids: Vec<u32> = std::iter::once(anchor)
@@ -298,13 +420,17 @@ impl<'a, E: Engine> Decoder<'a, E> {
             .chain(nodes.iter().map(|node| Some(node.parent as usize)))
             .collect();
         let step = self.pass(&ids, Shape::Tree(&parents))?;
-        let logits = self.cache.logits(self.engine, self.target, &step)?;
-        let vocabulary = self.target.config().vocab_size;
+        let depths = nodes.iter().map(|node| node.depth as usize);
+        let places: Vec<usize> = std::iter::once(0)
+            .chain(depths)
+            .map(|depth| place + depth)
+            .collect();
+        let choices = self.choose(step.hidden(), &places, choice)?;
         let mut path = vec![0];
         let mut chosen = Vec::new();
         let mut at = 0;
         loop {
-            let token = choice.pick(&logits[row(at, vocabulary)]);
+            let token = choices[at];
             chosen.push(token);
             let next = nodes
                 .iter()
@@ -327,82 +453,19 @@ impl<'a, E: Engine> Decoder<'a, E> {
     }
 }
 
-fn row(number: usize, width: usize) -> Range<usize> {
-    number * width..(number + 1) * width
-}
-
-/// The largest logit's token; the lowest id wins a tie.
-fn most_likely(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > logits[best] {
-            best = id;
-        }
-    }
-    best as u32
-}
-
-/// By how much `token` lies above the best of the others.
-fn margin(logits: &[f32], token: u32) -> f32 {
-    let others = logits
-        .iter()
-        .enumerate()
-        .filter(|&(id, _)| id != token as usize)
-        .map(|(_, &logit)| logit);
-    logits[token as usize] - others.fold(f32::NEG_INFINITY, f32::max)
-}
-
-/// Draws from the softmax of `logits / temperature`, by inverting its cumulative sum.
-fn sample(logits: &[f32], temperature: f32, rng: &mut ChaCha8Rng) -> u32 {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weight = |logit: f32| f64::from((logit - max) / temperature).exp();
-    let total: f64 = logits.iter().map(|&logit| weight(logit)).sum();
-    // 53 random bits: uniform in [0, 1).
-    let mut left = (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * total;
-    for (id, &logit) in logits.iter().enumerate() {
-        left -= weight(logit);
-        if left < 0.0 {
-            return id as u32;
-        }
-    }
-    most_likely(logits)
-}
-
 #[cfg(test)]
 mod tests {
-    use rand_chacha::rand_core::SeedableRng;
-
     use super::*;
 
     #[test]
-    fn the_lowest_id_wins_a_tie() {
-        assert_eq!(most_likely(&[0.0, 3.0, 3.0, 1.0]), 1);
-        assert_eq!(margin(&[0.0, 3.0, 3.0, 1.0], 1), 0.0);
-        assert_eq!(margin(&[0.0, 3.0, 2.5], 1), 0.5);
-    }
-
-    #[test]
-    fn samples_follow_the_softmax() {
-        let mut rng = ChaCha8Rng::seed_from_u64(5);
-        let logits = [0.0, 1.0, -1.0, 2.0];
-        let temperature = 0.7;
-        let weights: Vec<f64> = logits
-            .iter()
-            .map(|&l: &f32| f64::from(l / temperature).exp())
-            .collect();
-        let total: f64 = weights.iter().sum();
-        let draws = 40_000;
-        let mut counts = [0u32; 4];
-        for _ in 0..draws {
-            counts[sample(&logits, temperature, &mut rng) as usize] += 1;
-        }
-        for (count, weight) in counts.iter().zip(&weights) {
-            let p = weight / total;
-            let deviation = (f64::from(draws) * p * (1.0 - p)).sqrt();
-            assert!(
-                (f64::from(*count) - f64::from(draws) * p).abs() < 5.0 * deviation,
-                "{counts:?}"
-            );
+    fn keys_depend_on_seed_answer_and_place_alone() {
+        let mut keys = DrawKeys::new(3, 5);
+        let later = keys.at(4);
+        assert_eq!(DrawKeys::new(3, 5).at(4), later);
+        assert_ne!(keys.at(0), keys.at(1));
+        assert_eq!(keys.at(4), later);
+        for (seed, answer) in [(3, 6), (4, 5)] {
+            assert_ne!(DrawKeys::new(seed, answer).at(4), later);
         }
     }
 

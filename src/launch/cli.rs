@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::commands::{self, WatchCommand};
 use super::flags::{self, Flag, Group, Kind, Mistake, Raw, Source};
-use super::options::{CheckDataOptions, EvalOptions, ExportOptions, Options};
+use super::options::{CheckDataOptions, EvalOptions, ExportOptions, GenerateOptions, Options};
 use super::predict::PlanOptions;
 use super::table;
 
@@ -19,6 +19,8 @@ pub enum Invocation {
     Train(Box<Options>),
     /// Decode with a trained drafter.
     Eval(EvalOptions),
+    /// Answer prompts, as training data.
+    Generate(GenerateOptions),
     /// Write a checkpoint in serving format.
     Export(ExportOptions),
     /// Say what data files hold.
@@ -114,8 +116,11 @@ pub fn command() -> Command {
                 .action(ArgAction::SetTrue),
         );
     let eval = Command::new("eval")
-        .about("Decodes with a trained drafter: accepted length, and whether the output equals plain greedy decoding")
+        .about("Decodes with a trained drafter: accepted length, speed, and whether the output equals plain decoding")
         .arg(positional("checkpoint", "RUN|CHECKPOINT", "A run's output directory (its latest checkpoint) or a checkpoint"));
+    let generate = Command::new("generate").about(
+        "Answers prompts by the target itself, or by a server, as training data: one conversation a line",
+    );
     let export = Command::new("export")
         .about("Writes a checkpoint in serving format")
         .arg(positional(
@@ -130,6 +135,7 @@ pub fn command() -> Command {
     with_groups(train, table::TRAIN)
         .subcommand(with_groups(check_data, table::CHECK_DATA))
         .subcommand(with_groups(eval, table::EVAL))
+        .subcommand(with_groups(generate, table::GENERATE))
         .subcommand(with_groups(export, table::EXPORT))
         .subcommand(with_groups(plan, table::TRAIN))
         .subcommands(commands::all())
@@ -194,6 +200,10 @@ where
                 given(sub, table::CHECK_DATA).check(flags::flags(table::CHECK_DATA), false);
             let files = sub.get_many::<PathBuf>("files").into_iter().flatten();
             CheckDataOptions::resolve(files.cloned().collect(), values).map(Invocation::CheckData)
+        }
+        Some(("generate", sub)) => {
+            let values = given(sub, table::GENERATE).check(flags::flags(table::GENERATE), false);
+            GenerateOptions::resolve(values).map(Invocation::Generate)
         }
         Some(("export", sub)) => {
             let values = given(sub, table::EXPORT).check(flags::flags(table::EXPORT), false);

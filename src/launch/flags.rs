@@ -422,12 +422,14 @@ impl Values {
         self.all(name).iter().filter_map(text).collect()
     }
 
-    /// A list of whole numbers.
+    /// A list of whole numbers, all words together where it may be repeated.
     pub fn ints(&self, name: &str) -> Option<Vec<u32>> {
-        match self.all(name) {
-            [Value::Ints(numbers)] => Some(numbers.clone()),
-            _ => None,
-        }
+        let all = self.all(name);
+        let numbers = |value: &Value| match value {
+            Value::Ints(numbers) => numbers.clone(),
+            _ => Vec::new(),
+        };
+        (!all.is_empty()).then(|| all.iter().flat_map(numbers).collect())
     }
 
     /// `T:D`.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,8 +18,6 @@ use crate::engine::cuda;
 
 /// The argument that makes a target worker print [`report`] and leave.
 pub const ARGUMENT: &str = "--gpu-facts";
-/// The argument that makes a target worker do what the launcher was asked for, on a GPU; see [`again`].
-pub const AGAIN: &str = "--as-launcher-on-gpu";
 /// The argument that makes a target worker print [`print_use`]'s lines until nobody reads them.
 pub const USE_ARGUMENT: &str = "--gpu-use";
 /// Between two of these lines.
@@ -99,34 +97,36 @@ pub fn visible() -> Result<Vec<Gpu>, String> {
     answer
 }
 
-/// The GPU for a command that needs one: the given one, or the first visible one; none for `cpu` or where no GPU
-/// is visible.
+/// GPUs for a command that one process does: those that were asked for, or all visible ones; none where none is
+/// visible and nobody asked for any.
 ///
 /// # Errors
-/// In words: the given one does not exist, or the one to use cannot be used.
-pub fn one(given: Option<u32>, cpu: bool) -> Result<Option<u32>, String> {
-    if cpu {
-        return Ok(None);
-    }
-    let found = match (visible(), given) {
-        (Ok(found), _) => found,
-        (Err(what), Some(_)) => return Err(format!("--gpu: {what}")),
+/// In words, a line for each: no driver although GPUs were asked for, numbers beyond the last GPU, GPUs that cannot
+/// be used.
+pub fn pick(wanted: Option<&[u32]>) -> Result<Vec<u32>, Vec<String>> {
+    let visible = match (visible(), wanted) {
+        (Ok(visible), _) => visible,
+        (Err(what), Some(_)) => return Err(vec![format!("--gpus: {what}")]),
         (Err(what), None) => {
             tracing::debug!("no GPU: {what}");
-            return Ok(None);
+            return Ok(Vec::new());
         }
     };
-    if given.is_none() && found.is_empty() {
-        return Ok(None);
+    let all = || (0..visible.len() as u32).collect();
+    let chosen: Vec<u32> = wanted.map_or_else(all, <[u32]>::to_vec);
+    let shown = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    if let Some(problem) = beyond("gpus", &chosen, visible.len(), shown.as_deref()) {
+        return match wanted {
+            Some(_) => Err(vec![problem]),
+            None => Ok(Vec::new()),
+        };
     }
-    let ordinal = given.unwrap_or(0);
-    let Some(gpu) = found.get(ordinal as usize) else {
-        return Err(format!(
-            "--gpu: there is no GPU {ordinal}: {} visible, counted from 0",
-            found.len()
-        ));
-    };
-    gpu.problem(ordinal).map_or(Ok(Some(ordinal)), Err)
+    let problem = |&gpu: &u32| visible[gpu as usize].problem(gpu);
+    let problems: Vec<String> = chosen.iter().filter_map(problem).collect();
+    match problems.is_empty() {
+        true => Ok(chosen),
+        false => Err(problems),
+    }
 }
 
 /// Places as the flags ask for, on what is visible; `shown` is CUDA_VISIBLE_DEVICES. Without a split, the one that is
@@ -213,23 +213,6 @@ fn hidden(count: usize, shown: Option<&str>) -> String {
         ),
         None => format!("; CUDA_VISIBLE_DEVICES is `{shown}`: numbers count its entries"),
     }
-}
-
-/// Does what this process was asked for in a child that may load CUDA, and returns its exit code.
-///
-/// # Errors
-/// In words: the child cannot be started.
-pub fn again(gpu: u32) -> Result<u8, String> {
-    let program = program(Role::Target).map_err(|error| error.to_string())?;
-    let status = Command::new(&program)
-        .arg(AGAIN)
-        .arg(gpu.to_string())
-        .args(std::env::args_os().skip(1))
-        .env("LD_LIBRARY_PATH", library_path())
-        .status()
-        .map_err(|error| format!("starting {}: {error}", program.display()))?;
-    let code = status.code().or(status.signal().map(|signal| 128 + signal));
-    Ok(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1))
 }
 
 /// What the child prints.

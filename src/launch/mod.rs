@@ -1,14 +1,18 @@
 //! From a command line to a supervised set of processes and one exit report.
 
+pub mod answers;
 pub mod check_data;
 pub mod checkpoints;
 pub mod cli;
 pub mod commands;
 pub mod debug;
+pub mod devices;
 pub mod doctor;
+pub mod endpoint;
 pub mod evaluate;
 pub mod export;
 pub mod flags;
+pub mod generate;
 pub mod gpus;
 pub mod hub;
 pub mod manual;

@@ -196,28 +196,53 @@ pub struct FaultOptions {
     pub debug: DebugOptions,
 }
 
+/// Where one process computes.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceOptions {
+    /// On the CPU, whatever GPUs there are.
+    pub cpu: bool,
+    /// GPUs that were asked for.
+    pub gpus: Option<Vec<u32>>,
+}
+
+impl DeviceOptions {
+    fn resolve(values: &mut Values) -> Self {
+        let cpu = values.switch("cpu");
+        let gpus = values.text("gpus").map(parse_gpus);
+        let gpus = gpus.and_then(|list| list.map_err(|what| values.wrong("gpus", what)).ok());
+        if cpu && gpus.is_some() {
+            values.wrong("gpus", "and --cpu exclude each other");
+        }
+        Self { cpu, gpus }
+    }
+}
+
 /// What `launcher eval` was asked for.
 #[derive(Clone, Debug)]
 pub struct EvalOptions {
     /// A run's output directory or a checkpoint.
     pub checkpoint: PathBuf,
+    /// On what.
+    pub device: DeviceOptions,
     /// The frozen model; `None` is the run's.
     pub target_model: Option<PathBuf>,
-    /// Conversations to take prompts from; empty is the run's held-out documents.
-    pub data: Vec<PathBuf>,
+    /// Conversations to take prompts from, each file a set; empty is the run's held-out documents.
+    pub prompts: Vec<PathBuf>,
     /// A chat template; `None` is the run's.
     pub chat_template: Option<PathBuf>,
-    /// Most prompts.
+    /// Most prompts of a set.
     pub documents: usize,
     /// Node budgets of draft trees to decode with too.
     pub trees: Vec<usize>,
     /// Longest answer in tokens.
     pub max_new_tokens: usize,
-    /// The GPU to decode on; `None` is the first visible one, or CPUs where there is none.
-    pub gpu: Option<u32>,
-    /// Decode on CPUs.
-    pub cpu: bool,
-    /// Where to write the figures.
+    /// 0: greedily.
+    pub temperature: f64,
+    /// Of the draws.
+    pub seed: u64,
+    /// Where eval.json and the plots go.
+    pub output: Option<PathBuf>,
+    /// Where to write the figures too.
     pub json: Option<PathBuf>,
     /// Print only the figures.
     pub quiet: bool,
@@ -238,6 +263,66 @@ pub struct CheckDataOptions {
     pub rows: Option<Vec<u32>>,
     /// Print the figures as JSON.
     pub json: bool,
+}
+
+/// What `launcher generate` was asked for.
+#[derive(Clone, Debug)]
+pub struct GenerateOptions {
+    /// On what.
+    pub device: DeviceOptions,
+    /// Who answers.
+    pub answerer: Answerer,
+    /// Conversations to answer; empty is the demo's.
+    pub prompts: Vec<PathBuf>,
+    /// Answers to each conversation.
+    pub samples: usize,
+    /// Only the first conversations.
+    pub limit: Option<usize>,
+    /// Longest answer in tokens.
+    pub max_new_tokens: usize,
+    /// Longest conversation in tokens.
+    pub max_length: usize,
+    /// 0: greedily.
+    pub temperature: f64,
+    /// Of the draws.
+    pub seed: u64,
+    /// Where the rows go.
+    pub output: PathBuf,
+    /// Keep what it holds.
+    pub resume: bool,
+    /// Replace it.
+    pub overwrite: bool,
+    /// Print only warnings and the result.
+    pub quiet: bool,
+}
+
+/// Who answers.
+#[derive(Clone, Debug)]
+pub enum Answerer {
+    /// A model, in this process.
+    Model {
+        /// Its directory and template; no model is the demo's.
+        target: TargetOptions,
+        /// Variables for the chat template.
+        template_kwargs: Vec<(String, serde_json::Value)>,
+        /// Sequences at a time on each device; `None` depends on the device.
+        batch: Option<usize>,
+        /// Tokens of a forward beyond which no further prompt begins in it.
+        prefill_tokens: usize,
+    },
+    /// An OpenAI-compatible server.
+    Endpoint {
+        /// Its address, up to `/v1`.
+        url: String,
+        /// Its name of the model; `None` is the first it lists.
+        model: Option<String>,
+        /// Requests at a time.
+        concurrency: usize,
+        /// Further tries after a failure.
+        retries: u32,
+        /// Longest wait for an answer.
+        timeout: Duration,
+    },
 }
 
 /// What `launcher export` was asked for.
@@ -641,23 +726,121 @@ impl EvalOptions {
         if trees.iter().any(|nodes| !(1..=4096).contains(nodes)) {
             values.wrong("tree", "must be numbers of nodes from 1 to 4096");
         }
-        if values.given("gpu") && values.switch("cpu") {
-            values.wrong("gpu", "and --cpu exclude each other");
-        }
+        let device = DeviceOptions::resolve(&mut values);
         if !values.mistakes.is_empty() {
             return Err(values.mistakes);
         }
         Ok(Self {
             checkpoint,
+            device,
             target_model: path(&values, "target-model"),
-            data: paths(&values, "data"),
+            prompts: paths(&values, "prompts"),
             chat_template: path(&values, "chat-template"),
             documents: size(&values, "documents").expect(IN_TABLE),
             trees: trees.into_iter().map(|nodes| nodes as usize).collect(),
             max_new_tokens: size(&values, "max-new-tokens").expect(IN_TABLE),
-            gpu: small(&values, "gpu"),
-            cpu: values.switch("cpu"),
+            temperature: values.real("temperature").expect(IN_TABLE),
+            seed: values.int("seed").expect(IN_TABLE),
+            output: path(&values, "output"),
             json: path(&values, "json"),
+            quiet: values.switch("quiet"),
+        })
+    }
+}
+
+impl GenerateOptions {
+    /// From checked values to options.
+    ///
+    /// # Errors
+    ///
+    /// Every value that could not be understood, and every combination that cannot be honoured.
+    pub fn resolve(mut values: Values) -> Result<Self, Vec<Mistake>> {
+        let endpoint = values.text("endpoint").map(str::to_owned);
+        let (of_model, of_endpoint) = (
+            [
+                "target-model",
+                "chat-template",
+                "template-kwarg",
+                "assume-tied",
+                "batch",
+                "prefill-tokens",
+                "cpu",
+                "gpus",
+            ],
+            ["model", "concurrency", "retries", "timeout"],
+        );
+        let (idle, when): (&[&str], _) = match endpoint {
+            Some(_) => (
+                &of_model,
+                "has no meaning with --endpoint: the server has its own",
+            ),
+            None => (
+                &of_endpoint,
+                "is for a server: give its address with --endpoint",
+            ),
+        };
+        for name in idle {
+            if values.given(name) {
+                values.wrong(name, when);
+            }
+        }
+        if endpoint.is_some() && values.texts("prompts").is_empty() {
+            values.wrong("prompts", "is missing: which conversations to answer");
+        }
+        if values.text("target-model").is_some() && values.texts("prompts").is_empty() {
+            values.wrong("prompts", "is missing: which conversations to answer (only the demo, without a model, brings its own)");
+        }
+        let samples = size(&values, "samples").unwrap_or(1);
+        if samples > 1 && values.real("temperature") == Some(0.0) {
+            values.wrong("samples", "would all be the same without --temperature");
+        }
+        if values.switch("resume") && values.switch("overwrite") {
+            values.wrong("overwrite", "would remove what --resume goes on from");
+        }
+        let mut device = DeviceOptions::resolve(&mut values);
+        // Somebody else computes then.
+        device.cpu |= endpoint.is_some();
+        if !values.mistakes.is_empty() {
+            return Err(values.mistakes);
+        }
+        let values = &values;
+        let answerer = match endpoint {
+            Some(url) => Answerer::Endpoint {
+                url,
+                model: values.text("model").map(str::to_owned),
+                concurrency: size(values, "concurrency").expect(IN_TABLE),
+                retries: small(values, "retries").expect(IN_TABLE),
+                timeout: Duration::from_secs(values.int("timeout").expect(IN_TABLE)),
+            },
+            None => Answerer::Model {
+                target: TargetOptions {
+                    model: path(values, "target-model"),
+                    chat_template: path(values, "chat-template"),
+                    assume_tied: values.switch("assume-tied"),
+                    dummy: false,
+                },
+                template_kwargs: values
+                    .key_values("template-kwarg")
+                    .into_iter()
+                    .map(json_value)
+                    .collect(),
+                batch: size(values, "batch"),
+                prefill_tokens: size(values, "prefill-tokens").expect(IN_TABLE),
+            },
+        };
+        Ok(Self {
+            device,
+            answerer,
+            prompts: paths(values, "prompts"),
+            samples,
+            limit: size(values, "limit"),
+            max_new_tokens: size(values, "max-new-tokens").expect(IN_TABLE),
+            max_length: size(values, "max-length").expect(IN_TABLE),
+            temperature: values.real("temperature").expect(IN_TABLE),
+            seed: values.int("seed").expect(IN_TABLE),
+            output: path(values, "output").unwrap_or_else(|| PathBuf::from("generated.jsonl")),
+            resume: values.switch("resume"),
+            overwrite: values.switch("overwrite"),
             quiet: values.switch("quiet"),
         })
     }

@@ -1,6 +1,6 @@
 //! Where a run's model and conversations lie, and what of a model does not go together with the run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::hub::{Hub, HubName};
 use super::options::Options;
@@ -36,21 +36,23 @@ impl Sources {
                 data,
             });
         };
-        let Some(name) = HubName::parse(given) else {
-            return Ok(Self {
-                model: given.clone(),
-                hub: None,
-                data,
-            });
-        };
-        let fetched = Hub::from_env()?.fetch(&name, &|line| console.line(line))?;
-        console.line(&format!("target: {}", fetched.source));
-        Ok(Self {
-            model: fetched.dir,
-            hub: Some(fetched.source),
-            data,
-        })
+        let (model, hub) = locate(given, console)?;
+        Ok(Self { model, hub, data })
     }
+}
+
+/// Directory of a model that was given by its path or by its name on a hub, from which it is fetched; then also its
+/// name and commit there.
+pub(super) fn locate(
+    given: &Path,
+    console: &Console,
+) -> Result<(PathBuf, Option<String>), Refusal> {
+    let Some(name) = HubName::parse(given) else {
+        return Ok((given.to_owned(), None));
+    };
+    let fetched = Hub::from_env()?.fetch(&name, &|line| console.line(line))?;
+    console.line(&format!("target: {}", fetched.source));
+    Ok((fetched.dir, Some(fetched.source)))
 }
 
 /// What this target cannot do together with this loss.
@@ -77,7 +79,6 @@ pub(super) fn check_on_gpus(source: &Sources, target: &TargetConfig) -> Result<(
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
 
     use super::*;
 

@@ -529,65 +529,293 @@ pub static TRAIN: &[Group] = &[
     },
 ];
 
+/// Where one process computes.
+static PLACE: [Flag; 2] = [
+    Flag::new(
+        "cpu",
+        "",
+        Kind::Switch,
+        Is(""),
+        "Compute on the CPU, whatever GPUs there are",
+    ),
+    Flag::new(
+        "gpus",
+        "LIST",
+        Kind::Text,
+        Later("all visible ones, unless --cpu is given or there are none"),
+        "GPUs to use, such as 0-3,6; numbers count the visible ones",
+    ),
+];
+
 /// The options of `launcher eval`.
-pub static EVAL: &[Group] = &[Group {
-    heading: "Options",
-    flags: &[
-        Flag::new(
-            "target-model",
-            "DIR|REPO",
-            Kind::Text,
-            Later("the run's"),
-            "The frozen model",
-        ),
-        Flag::new(
-            "data",
-            "FILE…",
-            Kind::Text,
-            Later("the run's held-out documents"),
-            "Conversations to take prompts from",
-        )
-        .many(),
-        Flag::new(
-            "chat-template",
-            "FILE",
-            Kind::Text,
-            Later("the run's"),
-            "Chat template (Jinja)",
-        ),
-        Flag::new("documents", "N", int(1, MANY), Is("256"), "Most prompts"),
-        Flag::new(
-            "tree",
-            "N,N,…",
-            Kind::Ints,
-            Later("only the chain"),
-            "Also decode with draft trees of so many nodes, 1 to 4096",
-        ),
-        Flag::new(
-            "max-new-tokens",
-            "N",
-            int(1, MANY),
-            Is("256"),
-            "Longest answer in tokens",
-        ),
-        Flag::new(
-            "gpu",
-            "N",
-            int(0, 1023),
-            Later("the first visible one, else CPUs"),
-            "Decode on this GPU",
-        ),
-        Flag::new("cpu", "", Kind::Switch, Is(""), "Decode on CPUs"),
-        Flag::new(
-            "json",
-            "FILE",
-            Kind::Text,
-            Later("none"),
-            "Also write the figures here",
-        ),
-        Flag::new("quiet", "", Kind::Switch, Is(""), "Print only the figures"),
-    ],
-}];
+pub static EVAL: &[Group] = &[
+    Group {
+        heading: "Places",
+        flags: &PLACE,
+    },
+    Group {
+        heading: "Options",
+        flags: &[
+            Flag::new(
+                "target-model",
+                "DIR|REPO",
+                Kind::Text,
+                Later("the run's"),
+                "The frozen model",
+            ),
+            Flag::new(
+                "prompts",
+                "FILE…",
+                Kind::Text,
+                Later("the run's held-out documents"),
+                "Conversations to take prompts from, up to their first answer; each file is a set of its own",
+            )
+            .many(),
+            Flag::new(
+                "chat-template",
+                "FILE",
+                Kind::Text,
+                Later("the run's"),
+                "Chat template (Jinja)",
+            ),
+            Flag::new(
+                "documents",
+                "N",
+                int(1, MANY),
+                Is("256"),
+                "Most prompts of a set",
+            ),
+            Flag::new(
+                "tree",
+                "N,N,…",
+                Kind::Ints,
+                Later("only the chain"),
+                "Also decode with draft trees of so many nodes, 1 to 4096",
+            )
+            .many(),
+            Flag::new(
+                "max-new-tokens",
+                "N",
+                int(1, MANY),
+                Is("256"),
+                "Longest answer in tokens",
+            ),
+            Flag::new(
+                "temperature",
+                "T",
+                real(0.0, 100.0),
+                Is("0"),
+                "Draw tokens at this temperature; 0 takes the most likely one",
+            ),
+            Flag::new(
+                "seed",
+                "N",
+                int(0, i64::MAX as u64),
+                Is("0"),
+                "Seed of the draws",
+            ),
+            Flag::new(
+                "output",
+                "DIR",
+                Kind::Text,
+                Later("eval in the run's or the checkpoint's directory"),
+                "Where eval.json and the plots go",
+            ),
+            Flag::new(
+                "json",
+                "FILE",
+                Kind::Text,
+                Later("none"),
+                "Also write the figures here",
+            ),
+            Flag::new("quiet", "", Kind::Switch, Is(""), "Print only the figures"),
+        ],
+    },
+];
+
+/// The options of `launcher generate`.
+pub static GENERATE: &[Group] = &[
+    Group {
+        heading: "Places",
+        flags: &PLACE,
+    },
+    Group {
+        heading: "Who answers",
+        flags: &[
+            Flag::new(
+                "target-model",
+                "DIR|REPO",
+                Kind::Text,
+                Later("the built-in demo model, unless --endpoint is given"),
+                "The model that answers: a Hugging Face directory or the name of a model on a hub",
+            ),
+            Flag::new(
+                "chat-template",
+                "FILE",
+                Kind::Text,
+                Later("the model's own"),
+                "Chat template (Jinja) in place of the model's",
+            ),
+            Flag::new(
+                "template-kwarg",
+                "K=V",
+                Kind::KeyValue,
+                Later("none"),
+                "A variable for the chat template; V is read as JSON where it can be",
+            )
+            .many(),
+            Flag::new(
+                "assume-tied",
+                "",
+                Kind::Switch,
+                Is(""),
+                "Use the embedding as head when the model has no lm_head and does not say that they are tied",
+            ),
+            Flag::new(
+                "endpoint",
+                "URL",
+                Kind::Text,
+                Later("none: the model answers here"),
+                "Ask this OpenAI-compatible server instead, such as http://localhost:8000/v1; a key is taken from OPENAI_API_KEY",
+            ),
+            Flag::new(
+                "model",
+                "NAME",
+                Kind::Text,
+                Later("the first that the server lists"),
+                "The server's name of the model",
+            ),
+        ],
+    },
+    Group {
+        heading: "Answers",
+        flags: &[
+            Flag::new(
+                "prompts",
+                "FILE…",
+                Kind::Text,
+                Later("the demo's conversations, if no model is given either"),
+                "Conversations to answer, one JSON object a line; answers in them are made anew, turn by turn",
+            )
+            .many(),
+            Flag::new(
+                "samples",
+                "N",
+                int(1, 1 << 20),
+                Is("1"),
+                "Answers to each conversation; more than one needs a temperature",
+            ),
+            Flag::new(
+                "limit",
+                "N",
+                int(1, MANY),
+                Later("all"),
+                "Take only the first N conversations",
+            ),
+            Flag::new(
+                "max-new-tokens",
+                "N",
+                int(1, MANY),
+                Is("512"),
+                "Longest answer in tokens",
+            ),
+            Flag::new(
+                "max-length",
+                "N",
+                int(8, 1 << 20),
+                Is("3072"),
+                "Longest conversation in tokens, answers included",
+            ),
+            Flag::new(
+                "temperature",
+                "T",
+                real(0.0, 100.0),
+                Is("0"),
+                "Draw tokens at this temperature; 0 takes the most likely one",
+            ),
+            Flag::new(
+                "seed",
+                "N",
+                int(0, i64::MAX as u64),
+                Is("0"),
+                "Seed of the draws",
+            ),
+        ],
+    },
+    Group {
+        heading: "Speed",
+        flags: &[
+            Flag::new(
+                "batch",
+                "N",
+                int(1, 4096),
+                Later("256 on a GPU, 16 on a CPU"),
+                "Sequences at a time on each device",
+            ),
+            Flag::new(
+                "prefill-tokens",
+                "N",
+                int(1, 1 << 24),
+                Is("4096"),
+                "Tokens of a forward beyond which no further prompt begins in it",
+            ),
+            Flag::new(
+                "concurrency",
+                "N",
+                int(1, 4096),
+                Is("32"),
+                "Requests at a time, with --endpoint",
+            ),
+            Flag::new(
+                "retries",
+                "N",
+                int(0, 1000),
+                Is("6"),
+                "Further tries of a request after a failure that may pass, with --endpoint; waits double from half a second to half a minute",
+            ),
+            Flag::new(
+                "timeout",
+                "TIME",
+                Kind::Time,
+                Is("10m"),
+                "Longest wait for an answer, with --endpoint",
+            ),
+        ],
+    },
+    Group {
+        heading: "Output",
+        flags: &[
+            Flag::new(
+                "output",
+                "FILE",
+                Kind::Text,
+                Later("generated.jsonl"),
+                "Where the answered conversations go, one JSON object a line",
+            ),
+            Flag::new(
+                "resume",
+                "",
+                Kind::Switch,
+                Is(""),
+                "Keep what the file holds and make what is missing",
+            ),
+            Flag::new(
+                "overwrite",
+                "",
+                Kind::Switch,
+                Is(""),
+                "Replace the file",
+            ),
+            Flag::new(
+                "quiet",
+                "",
+                Kind::Switch,
+                Is(""),
+                "Print only warnings and the result",
+            ),
+        ],
+    },
+];
 
 /// The options of `launcher check-data`.
 pub static CHECK_DATA: &[Group] = &[Group {

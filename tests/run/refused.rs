@@ -225,7 +225,7 @@ fn eval_and_export_refuse_what_is_no_checkpoint() {
     let words: [&[&str]; 3] = [
         &["eval", "nowhere"],
         &["export", "nowhere", "exported"],
-        &["eval", "tmp", "--data", "data.jsonl"],
+        &["eval", "tmp", "--prompts", "data.jsonl"],
     ];
     for words in words {
         let ended = scene.play(scene.launcher(words));
