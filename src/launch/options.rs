@@ -819,11 +819,7 @@ impl GenerateOptions {
                     assume_tied: values.switch("assume-tied"),
                     dummy: false,
                 },
-                template_kwargs: values
-                    .key_values("template-kwarg")
-                    .into_iter()
-                    .map(json_value)
-                    .collect(),
+                template_kwargs: template_kwargs(values),
                 batch: size(values, "batch"),
                 prefill_tokens: size(values, "prefill-tokens").expect(IN_TABLE),
             },
