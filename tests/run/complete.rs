@@ -58,6 +58,7 @@ fn check_metrics(run: &Run, workers: &BTreeSet<String>, slots: f64) {
             "time_s",
             "loss",
             "block_accepted_length",
+            "position_accuracy",
             "lr",
             "grad_norm",
             "tokens",
@@ -75,6 +76,10 @@ fn check_metrics(run: &Run, workers: &BTreeSet<String>, slots: f64) {
         assert_eq!(busy.keys().cloned().collect::<BTreeSet<_>>(), *workers);
         let share = |value: &Value| (0.0..=1.0).contains(&value.as_f64().expect("a number"));
         assert!(busy.values().all(share), "{busy:?}");
+        // Blocks of four: the anchor, which is given, and three guesses.
+        let guessed = line["position_accuracy"].as_array().expect("an array");
+        assert_eq!(guessed.len(), 3);
+        assert!(guessed.iter().all(share), "{guessed:?}");
         let number = |name: &str| line[name].as_f64().expect("a number");
         assert!(number("ring_ready") + number("ring_free") <= slots);
         assert!((1.0..=4.0).contains(&number("block_accepted_length")));
@@ -304,11 +309,16 @@ fn a_run_may_use_everything_at_once() {
         .flatten()
         .filter_map(|entry| entry.file_name().into_string().ok())
         .collect();
-    let before = (steps - 1) / 3 * 3;
+    // Saved are every third step and those that were evaluated; two are kept, and the best.
+    let before = (1..steps).rfind(|step| step % 3 == 0 || step % 4 == 0);
+    let best = std::fs::read_link(run.file("checkpoints/best")).expect("a link");
     let wanted = [
-        format!("step-{before}"),
+        format!("step-{}", before.expect("there are more than three steps")),
         format!("step-{steps}"),
+        best.to_str().expect("step-N").to_owned(),
         "latest".to_owned(),
+        "best".to_owned(),
+        "best.json".to_owned(),
     ];
     assert_eq!(kept, BTreeSet::from(wanted));
 }

@@ -66,23 +66,7 @@ fn is_steady(curves: &Curves, workers: usize) {
     }
 }
 
-#[test]
-fn memory_does_not_grow_over_a_thousand_small_steps() {
-    let scene = Scene::new();
-    let run = scene.run("run");
-    let more = [
-        "--epochs",
-        "300",
-        "--max-steps",
-        "1000",
-        "--eval-fraction",
-        "0",
-    ];
-    let curves = watch(&scene, &run, scene.train(&run, "2:2", &more), 250, 990);
-    is_steady(&curves, 4);
-}
-
-/// The same on the demo: `cargo test --release --test run -- --ignored demo_steps --nocapture`.
+/// `cargo test --release --test run -- --ignored demo_steps --nocapture`.
 #[test]
 #[ignore = "takes two minutes"]
 fn memory_does_not_grow_over_two_thousand_demo_steps() {
