@@ -167,9 +167,9 @@ pub use reduce::{Received, Reduced, Sent};
 pub use seat::{Activity, During, LiveSeat, Role, SeatState, now_ns};
 pub use segment::{RunId, Segment};
 pub use slot::SlotHeader;
-#[cfg(not(feature = "loom"))]
-pub use snapshot::Observer;
-pub use snapshot::{LeaseView, RecordView, RingCounts, SeatView, SlotView, Snapshot, StepView};
+pub use snapshot::{
+    LeaseView, Observer, RecordView, RingCounts, SeatView, SlotView, Snapshot, StepView,
+};
 pub use step::{Agreed, MemberRecord, Vote};
 pub use target::{Claim, Lease, Next, Target, UnitInfo};
 pub use wake::Interrupt;

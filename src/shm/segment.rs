@@ -176,6 +176,17 @@ impl Segment {
         })
     }
 
+    /// Always refused.
+    ///
+    /// # Errors
+    /// [`ShmError::Foreign`].
+    pub(crate) fn open_readonly(path: &std::path::Path) -> Result<Self> {
+        Err(ShmError::Foreign {
+            what: path.display().to_string(),
+            why: "a segment built for loom has no file".to_owned(),
+        })
+    }
+
     /// # Panics
     /// Always.
     pub fn fd(&self) -> std::os::fd::BorrowedFd<'_> {

@@ -181,11 +181,9 @@ pub struct Snapshot {
 }
 
 /// A read-only look at somebody else's segment.
-#[cfg(not(feature = "loom"))]
 #[derive(Clone, Debug)]
 pub struct Observer(Segment);
 
-#[cfg(not(feature = "loom"))]
 impl Observer {
     /// Opens `/proc/PID/fd/N`.
     ///
