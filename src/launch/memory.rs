@@ -1,6 +1,6 @@
-//! How much memory of a GPU each role will take: told before anything is loaded, and compared with what was taken.
+//! How much memory each role will take: on GPUs told before anything is loaded, and compared with what was taken.
 //!
-//! Bytes of tensors only: what the driver and its libraries hold beside them, once for each process, is
+//! Bytes of tensors only: what the driver and its libraries hold beside them on a GPU, once for each process, is
 //! [`BESIDE_TENSORS`].
 
 use std::collections::BTreeMap;
@@ -8,35 +8,51 @@ use std::collections::BTreeMap;
 use super::gpus::Gpu;
 use super::places::{Device, Place};
 use crate::control::Role;
-use crate::engine::cuda::Cuda;
-use crate::model::drafter::{DrafterConfig, DrafterModel, ParamLayout};
+use crate::engine::Engine;
+use crate::engine::cpu::{self, Cpu};
+use crate::engine::cuda::{self, Cuda};
+use crate::model::drafter::{DrafterConfig, DrafterModel};
 use crate::model::{TargetConfig, TargetNeeds};
+use crate::train::optimizer::Optimizer;
 
 /// Context, compiled kernels and libraries of one process on one GPU.
 pub const BESIDE_TENSORS: u64 = 768 << 20;
-/// What the engine takes when it is opened: the workspace of matrix products.
+/// What the engine takes of a GPU when it is opened: the workspace of matrix products.
 const ENGINE: u64 = 64 << 20;
-/// Most logits at a time, in training and in evaluation.
-const LOGITS: u64 = 1 << 30;
 /// Blocks of a forward of the evaluation.
 const EVALUATED_BLOCKS: u64 = 512;
-/// bf16 weight, float32 gradient, master and two moments.
-const TRAINED_PARAMETER: u64 = 2 + 4 + 4 + 4 + 4;
-const HALF: u64 = 2;
 const FLOAT: u64 = 4;
+
+/// Tensors of one worker, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// Weights and optimizer state.
+    pub model: u64,
+    /// Activations and staging.
+    pub work: u64,
+}
+
+impl Need {
+    /// Of both kinds.
+    pub fn total(&self) -> u64 {
+        self.model + self.work
+    }
+}
 
 /// What a run's workers will take, in bytes of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Estimate {
     /// Each target.
-    pub target: u64,
+    pub target: Need,
     /// Each drafter.
-    pub drafter: u64,
+    pub drafter: Need,
 }
 
 /// What the estimate depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Load<'a> {
+    /// Workers run on GPUs.
+    pub on_gpus: bool,
     /// The frozen model.
     pub target: &'a TargetConfig,
     /// The drafter.
@@ -60,6 +76,21 @@ impl Load<'_> {
         }
     }
 
+    /// Bytes of one number of the compute type.
+    fn half(&self) -> u64 {
+        match self.on_gpus {
+            true => Cuda::HALF_BYTES as u64,
+            false => Cpu::HALF_BYTES as u64,
+        }
+    }
+
+    fn engine(&self) -> u64 {
+        match self.on_gpus {
+            true => ENGINE,
+            false => 0,
+        }
+    }
+
     fn captured_width(&self) -> u64 {
         (self.drafter.captured() * self.drafter.hidden_size) as u64
     }
@@ -71,7 +102,7 @@ impl Load<'_> {
         }
     }
 
-    fn of_target(&self) -> u64 {
+    fn of_target(&self) -> Need {
         let c = self.target;
         let needs = TargetNeeds {
             capture: self.drafter.target_layer_ids.clone(),
@@ -86,10 +117,13 @@ impl Load<'_> {
         // Stream, normalised, projections, rotated, attention, gate and up, activated: one set for all layers.
         let forward = 2 * hidden + (query + 2 * key) + query + key + query + 3 * inner;
         let states = self.captured_width() + self.teacher_width();
-        ENGINE + HALF * (weights + self.prefill_tokens * (forward + states))
+        Need {
+            model: self.half() * weights,
+            work: self.engine() + self.half() * self.prefill_tokens * (forward + states),
+        }
     }
 
-    fn of_drafter(&self) -> u64 {
+    fn of_drafter(&self) -> Need {
         let (d, tokens, blocks) = (self.drafter, self.unit_tokens, self.unit_anchors);
         let [hidden, vocabulary, block] =
             [d.hidden_size, d.vocab_size, d.block_size].map(|n| n as u64);
@@ -97,26 +131,36 @@ impl Load<'_> {
             true => 1,
             false => 2,
         };
-        let workspace = DrafterModel::<Cuda>::workspace_bytes(d, tokens as usize, blocks as usize);
-        let held = ENGINE
-            + HALF * tables * vocabulary * hidden
-            + TRAINED_PARAMETER * ParamLayout::new(d).len() as u64
-            + workspace as u64;
-        let states = HALF * tokens * (self.captured_width() + self.teacher_width());
+        let (state, workspace, rows) = match self.on_gpus {
+            true => (
+                Optimizer::<Cuda>::state_bytes(d),
+                DrafterModel::<Cuda>::workspace_bytes(d, tokens as usize, blocks as usize),
+                cuda::CHUNK_BYTES as u64 / (FLOAT * vocabulary),
+            ),
+            false => (
+                Optimizer::<Cpu>::state_bytes(d),
+                DrafterModel::<Cpu>::workspace_bytes(d, tokens as usize, blocks as usize),
+                cpu::CHUNK_ROWS as u64,
+            ),
+        };
+        let states = self.half() * tokens * (self.captured_width() + self.teacher_width());
         // Logits of a chunk of slots and the slots themselves; with soft labels the teacher's share the room.
         let chunk = |slots: u64| {
-            let most = (LOGITS / (FLOAT * vocabulary)).clamp(1, slots.max(1));
-            most * (FLOAT * vocabulary + HALF * hidden)
+            let most = rows.clamp(1, slots.max(1));
+            most * (FLOAT * vocabulary + self.half() * hidden)
         };
         let training = states + chunk(blocks * block.saturating_sub(1));
         let evaluation = states + chunk(EVALUATED_BLOCKS * block.saturating_sub(1));
-        held + training.max(evaluation)
+        Need {
+            model: self.half() * tables * vocabulary * hidden + state as u64,
+            work: self.engine() + workspace as u64 + training.max(evaluation),
+        }
     }
 }
 
 impl Estimate {
     /// Of a role.
-    pub fn of(&self, role: Role) -> u64 {
+    pub fn of(&self, role: Role) -> Need {
         match role {
             Role::Target => self.target,
             Role::Drafter => self.drafter,
@@ -128,7 +172,7 @@ impl Estimate {
         let mut shares: BTreeMap<u32, Vec<(String, u64)>> = BTreeMap::new();
         for place in places {
             if let Device::Gpu { ordinal } = place.device {
-                let share = (place.worker.to_string(), self.of(place.worker.role));
+                let share = (place.worker.to_string(), self.of(place.worker.role).total());
                 shares.entry(ordinal).or_default().push(share);
             }
         }
@@ -201,9 +245,13 @@ mod tests {
 
     #[test]
     fn a_gpu_with_too_little_memory_is_refused_with_numbers() {
+        let need = |gib: u64| Need {
+            model: (gib - 1) << 30,
+            work: 1 << 30,
+        };
         let estimate = Estimate {
-            target: 10 << 30,
-            drafter: 20 << 30,
+            target: need(10),
+            drafter: need(20),
         };
         let shared = [place(Role::Target, 0), place(Role::Drafter, 0)];
         assert!(estimate.problems(&shared, &[gpu(32 << 30)]).is_empty());

@@ -160,11 +160,9 @@ impl Prediction {
             prepared.worker.loss.use_soft_labels,
         );
         let rates = rates(prepared)?;
-        let slot = geometry.slot_tokens as usize;
-        let prefill = slot.max(prepared.worker.prefill_tokens);
-        let unit_anchors = work.units.max_anchors() as usize;
         let per_token = |cost: f64| cost / mean_tokens.max(1.0);
-        let role = |role: Role, cost: f64, model_bytes, work_bytes| {
+        let role = |role: Role, cost: f64| {
+            let need = prepared.estimate.of(role);
             let places = prepared.plan.places.iter();
             let of_role: Vec<_> = places.filter(|place| place.worker.role == role).collect();
             let rate = of_role.first().map_or(0.0, |place| match place.device {
@@ -183,30 +181,12 @@ impl Prediction {
                 operations_per_s: rate,
                 operations_per_token: per_token(cost),
                 tokens_per_s: of_role.len() as f64 * rate / per_token(cost).max(1.0),
-                model_bytes,
-                work_bytes,
+                model_bytes: need.model,
+                work_bytes: need.work,
             }
         };
-        let target_bytes = target_model_bytes(target, layers, rates.half);
-        let drafter_bytes = drafter_model_bytes(target, drafter, rates.half);
-        let targets = role(
-            Role::Target,
-            cost.target,
-            target_bytes,
-            match rates.half {
-                true => prepared.estimate.target.saturating_sub(target_bytes),
-                false => target_work_bytes(target, drafter, prefill),
-            },
-        );
-        let drafters = role(
-            Role::Drafter,
-            cost.drafter,
-            drafter_bytes,
-            match rates.half {
-                true => prepared.estimate.drafter.saturating_sub(drafter_bytes),
-                false => drafter_work_bytes(drafter, slot, unit_anchors),
-            },
-        );
+        let targets = role(Role::Target, cost.target);
+        let drafters = role(Role::Drafter, cost.drafter);
         let counts = (targets.workers, drafters.workers);
         let slower = targets.tokens_per_s.min(drafters.tokens_per_s);
         let all_tokens = tokens as f64 * f64::from(prepared.plan.epochs);
@@ -236,7 +216,7 @@ impl Prediction {
                 drafter.num_hidden_layers,
                 drafter.hidden_size,
                 drafter.block_size,
-                short(ParamLayout::new(drafter).len() as f64)
+                short(ParamLayout::new(drafter).parameter_count() as f64)
             ),
             units: work.units.len() as usize,
             documents,
@@ -401,8 +381,6 @@ struct Rates {
     crowd: f64,
     /// Operations in a second of each visible GPU; empty when the run uses CPUs.
     gpus: Vec<f64>,
-    /// Weights and states are bf16.
-    half: bool,
 }
 
 fn rates(prepared: &Prepared) -> Result<Rates, Refusal> {
@@ -416,7 +394,6 @@ fn rates(prepared: &Prepared) -> Result<Rates, Refusal> {
             cpu: 0.0,
             crowd: 1.0,
             gpus: visible.iter().map(|gpu| gpu_rate(&gpu.name)).collect(),
-            half: true,
         });
     }
     let wanted: usize = places.iter().map(|place| place.device.threads()).sum();
@@ -424,59 +401,12 @@ fn rates(prepared: &Prepared) -> Result<Rates, Refusal> {
         cpu: measured_rate(),
         crowd: (wanted as f64 / machine_threads() as f64).max(1.0),
         gpus: Vec::new(),
-        half: false,
     })
 }
 
 fn gpu_rate(name: &str) -> f64 {
     let known = GPU_RATES.iter().find(|(part, _)| name.contains(part));
     known.map_or(OTHER_GPU, |(_, rate)| *rate)
-}
-
-fn element(half: bool) -> u64 {
-    if half { 2 } else { 4 }
-}
-
-fn target_model_bytes(target: &TargetConfig, layers: usize, half: bool) -> u64 {
-    let embedding = target.vocab_size * target.hidden_size;
-    (layers * target.layer_parameters() + embedding) as u64 * element(half)
-}
-
-/// Rows of the residual stream, projections and captured layers of one forward on CPUs.
-fn target_work_bytes(target: &TargetConfig, drafter: &DrafterConfig, tokens: usize) -> u64 {
-    let (query, key) = (
-        target.num_attention_heads * target.head_dim,
-        target.num_key_value_heads * target.head_dim,
-    );
-    let row = 3 * target.hidden_size
-        + 2 * query
-        + 2 * key
-        + 2 * target.intermediate_size
-        + drafter.captured() * drafter.hidden_size;
-    (tokens * row) as u64 * element(false)
-}
-
-/// Masters, two moments and gradients in float32, a working copy on GPUs, and the target's tables.
-fn drafter_model_bytes(target: &TargetConfig, drafter: &DrafterConfig, half: bool) -> u64 {
-    let parameters = ParamLayout::new(drafter).len() as u64;
-    let tables = if target.tie_word_embeddings { 1 } else { 2 };
-    let tables = tables * (target.vocab_size * target.hidden_size) as u64 * element(half);
-    let copy = if half { 2 * parameters } else { 0 };
-    16 * parameters + copy + tables
-}
-
-/// What backward needs of every row of blocks and context on CPUs.
-fn drafter_work_bytes(drafter: &DrafterConfig, tokens: usize, anchors: usize) -> u64 {
-    let rows = anchors * drafter.block_size;
-    let (query, key) = (
-        drafter.num_attention_heads * drafter.head_dim,
-        drafter.num_key_value_heads * drafter.head_dim,
-    );
-    let row = 4 * drafter.hidden_size + 3 * query + 2 * key + 3 * drafter.intermediate_size;
-    let context =
-        (drafter.captured() + 2) * drafter.hidden_size + 4 * drafter.num_hidden_layers * key;
-    let all = drafter.num_hidden_layers * rows * row + tokens * context;
-    all as u64 * element(false)
 }
 
 #[cfg(test)]

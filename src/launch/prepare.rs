@@ -316,6 +316,7 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
     geometry.check()?;
     let at_once = units_at_once(options.ring.prefill_tokens, &geometry) as u64;
     let estimate = memory::Load {
+        on_gpus,
         target,
         drafter: &drafter,
         soft_labels: options.loss.use_soft_labels,

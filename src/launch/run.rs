@@ -564,7 +564,7 @@ impl<'a> Run<'a> {
             self.console.line(&format!(
                 "{name}: {} of GPU memory at most, {} estimated",
                 gib(peak),
-                gib(self.estimate.of(name.role)),
+                gib(self.estimate.of(name.role).total()),
             ));
         }
         if let AcceptedLength {

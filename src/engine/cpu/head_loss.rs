@@ -15,7 +15,7 @@ use crate::engine::{HeadLoss, HeadLossOut, LossOptions};
 /// Logits of a chunk are at most this large, except for a single block.
 const CHUNK_BYTES: usize = 1 << 30;
 /// Rows that make the product with the head efficient.
-const CHUNK_ROWS: usize = 256;
+pub(crate) const CHUNK_ROWS: usize = 256;
 
 /// One slot of a chunk.
 #[derive(Clone, Copy)]

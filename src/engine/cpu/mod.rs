@@ -30,6 +30,7 @@ use super::{
     Float, FloatMut, FloatView, Half, HalfMut, HalfView, HeadLoss, HeadLossOut, Heads, Index,
     IndexMut, IndexView, Queue, Rotary, Scores, Tensor,
 };
+pub(crate) use head_loss::CHUNK_ROWS;
 pub use memory::Buffer;
 use memory::{Rows, RowsMut, Shelf};
 

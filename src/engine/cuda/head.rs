@@ -9,7 +9,7 @@ use super::memory::{Buffer, Raw, raw, raw_mut};
 use super::{Cuda, index};
 
 /// Most bytes of logits at a time.
-const CHUNK_BYTES: usize = 1 << 30;
+pub(crate) const CHUNK_BYTES: usize = 1 << 30;
 /// Threads of a thread block and floats of a row's statistics, as the source says.
 const THREADS: usize = 512;
 const STATISTICS: usize = 8;

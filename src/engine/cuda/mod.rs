@@ -35,6 +35,7 @@ use copies::HostMemory;
 use device::Device;
 pub use device::{DeviceFacts, Event, devices};
 use gemm::{Gemm, Gemms, Product};
+pub(crate) use head::CHUNK_BYTES;
 use kernels::{Arg, Kernels, Launch, Program};
 pub use libraries::{
     Library, find_library, library_folders, linked_nccl, require as require_library,
