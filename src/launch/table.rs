@@ -27,6 +27,73 @@ const fn above(min: f64, max: f64) -> Kind {
 const ANCHORS: u64 = (1 << 26) - 1;
 const MANY: u64 = u32::MAX as u64;
 
+// Options that several commands take.
+
+const GPUS: Flag = Flag::new(
+    "gpus",
+    "LIST",
+    Kind::Text,
+    Later("all visible ones, unless --cpu is given or there are none"),
+    "GPUs to use, such as 0-3,6; numbers count the visible ones",
+);
+const CHAT_TEMPLATE: Flag = Flag::new(
+    "chat-template",
+    "FILE",
+    Kind::Text,
+    Later("the model's own"),
+    "Chat template (Jinja) in place of the model's",
+);
+const ASSUME_TIED: Flag = Flag::new(
+    "assume-tied",
+    "",
+    Kind::Switch,
+    Is(""),
+    "Use the embedding as head when the model has no lm_head and does not say that they are tied",
+);
+const TEMPLATE_KWARG: Flag = Flag::new(
+    "template-kwarg",
+    "K=V",
+    Kind::KeyValue,
+    Later("none"),
+    "A variable for the chat template; V is read as JSON where it can be",
+)
+.many();
+const MIN_LOSS_TOKENS: Flag = Flag::new(
+    "min-loss-tokens",
+    "N",
+    int(1, MANY),
+    Is("2"),
+    "Documents with fewer supervised tokens are skipped",
+);
+const LAST_TURN_ONLY: Flag = Flag::new(
+    "last-turn-only",
+    "",
+    Kind::Switch,
+    Is(""),
+    "Supervise only the last assistant turn",
+);
+const RAW_TEXT: Flag = Flag::new(
+    "raw-text",
+    "",
+    Kind::Switch,
+    Is(""),
+    "No chat template: rows hold a `text`, all of it supervised, or texts on lines of their own",
+);
+const TEMPERATURE: Flag = Flag::new(
+    "temperature",
+    "T",
+    real(0.0, 100.0),
+    Is("0"),
+    "Draw tokens at this temperature; 0 takes the most likely one",
+);
+const DRAW_SEED: Flag = Flag::new(
+    "seed",
+    "N",
+    int(0, i64::MAX as u64),
+    Is("0"),
+    "Seed of the draws",
+);
+
 /// The options of a run.
 pub static TRAIN: &[Group] = &[
     Group {
@@ -39,13 +106,7 @@ pub static TRAIN: &[Group] = &[
                 Is("2:2"),
                 "CPU places: T targets and D drafters",
             ),
-            Flag::new(
-                "gpus",
-                "LIST",
-                Kind::Text,
-                Later("all visible ones, unless --cpu is given or there are none"),
-                "GPUs to use, such as 0-3,6; numbers count the visible ones",
-            ),
+            GPUS,
             Flag::new(
                 "split",
                 "T:D",
@@ -86,20 +147,8 @@ pub static TRAIN: &[Group] = &[
                 Is("auto"),
                 "auto: the model's files; dummy: random weights from its config.json, for measuring speed",
             ),
-            Flag::new(
-                "chat-template",
-                "FILE",
-                Kind::Text,
-                Later("the model's own"),
-                "Chat template (Jinja) in place of the model's",
-            ),
-            Flag::new(
-                "assume-tied",
-                "",
-                Kind::Switch,
-                Is(""),
-                "Use the embedding as head when the model has no lm_head and does not say that they are tied",
-            ),
+            CHAT_TEMPLATE,
+            ASSUME_TIED,
         ],
     },
     Group {
@@ -197,14 +246,7 @@ pub static TRAIN: &[Group] = &[
                 Is("65536"),
                 "Most tokens held out",
             ),
-            Flag::new(
-                "template-kwarg",
-                "K=V",
-                Kind::KeyValue,
-                Later("none"),
-                "A variable for the chat template; V is read as JSON where it can be",
-            )
-            .many(),
+            TEMPLATE_KWARG,
             Flag::new(
                 "max-length",
                 "N",
@@ -212,27 +254,9 @@ pub static TRAIN: &[Group] = &[
                 Is("3072"),
                 "Longest document in tokens; the rest is cut off and its share reported",
             ),
-            Flag::new(
-                "min-loss-tokens",
-                "N",
-                int(1, MANY),
-                Is("2"),
-                "Documents with fewer supervised tokens are skipped",
-            ),
-            Flag::new(
-                "last-turn-only",
-                "",
-                Kind::Switch,
-                Is(""),
-                "Supervise only the last assistant turn",
-            ),
-            Flag::new(
-                "raw-text",
-                "",
-                Kind::Switch,
-                Is(""),
-                "No chat template: rows hold a `text`, all of it supervised, or texts on lines of their own",
-            ),
+            MIN_LOSS_TOKENS,
+            LAST_TURN_ONLY,
+            RAW_TEXT,
             Flag::new(
                 "seed",
                 "N",
@@ -538,13 +562,7 @@ static PLACE: [Flag; 2] = [
         Is(""),
         "Compute on the CPU, whatever GPUs there are",
     ),
-    Flag::new(
-        "gpus",
-        "LIST",
-        Kind::Text,
-        Later("all visible ones, unless --cpu is given or there are none"),
-        "GPUs to use, such as 0-3,6; numbers count the visible ones",
-    ),
+    GPUS,
 ];
 
 /// The options of `launcher eval`.
@@ -600,20 +618,8 @@ pub static EVAL: &[Group] = &[
                 Is("256"),
                 "Longest answer in tokens",
             ),
-            Flag::new(
-                "temperature",
-                "T",
-                real(0.0, 100.0),
-                Is("0"),
-                "Draw tokens at this temperature; 0 takes the most likely one",
-            ),
-            Flag::new(
-                "seed",
-                "N",
-                int(0, i64::MAX as u64),
-                Is("0"),
-                "Seed of the draws",
-            ),
+            TEMPERATURE,
+            DRAW_SEED,
             Flag::new(
                 "output",
                 "DIR",
@@ -649,28 +655,9 @@ pub static GENERATE: &[Group] = &[
                 Later("the built-in demo model, unless --endpoint is given"),
                 "The model that answers: a Hugging Face directory or the name of a model on a hub",
             ),
-            Flag::new(
-                "chat-template",
-                "FILE",
-                Kind::Text,
-                Later("the model's own"),
-                "Chat template (Jinja) in place of the model's",
-            ),
-            Flag::new(
-                "template-kwarg",
-                "K=V",
-                Kind::KeyValue,
-                Later("none"),
-                "A variable for the chat template; V is read as JSON where it can be",
-            )
-            .many(),
-            Flag::new(
-                "assume-tied",
-                "",
-                Kind::Switch,
-                Is(""),
-                "Use the embedding as head when the model has no lm_head and does not say that they are tied",
-            ),
+            CHAT_TEMPLATE,
+            TEMPLATE_KWARG,
+            ASSUME_TIED,
             Flag::new(
                 "endpoint",
                 "URL",
@@ -726,20 +713,8 @@ pub static GENERATE: &[Group] = &[
                 Is("3072"),
                 "Longest conversation in tokens, answers included",
             ),
-            Flag::new(
-                "temperature",
-                "T",
-                real(0.0, 100.0),
-                Is("0"),
-                "Draw tokens at this temperature; 0 takes the most likely one",
-            ),
-            Flag::new(
-                "seed",
-                "N",
-                int(0, i64::MAX as u64),
-                Is("0"),
-                "Seed of the draws",
-            ),
+            TEMPERATURE,
+            DRAW_SEED,
         ],
     },
     Group {
@@ -828,21 +803,8 @@ pub static CHECK_DATA: &[Group] = &[Group {
             Later("the built-in demo model"),
             "The model whose tokenizer and chat template are used",
         ),
-        Flag::new(
-            "chat-template",
-            "FILE",
-            Kind::Text,
-            Later("the model's own"),
-            "Chat template (Jinja) in place of the model's",
-        ),
-        Flag::new(
-            "template-kwarg",
-            "K=V",
-            Kind::KeyValue,
-            Later("none"),
-            "A variable for the chat template; V is read as JSON where it can be",
-        )
-        .many(),
+        CHAT_TEMPLATE,
+        TEMPLATE_KWARG,
         Flag::new(
             "max-length",
             "N",
@@ -850,27 +812,9 @@ pub static CHECK_DATA: &[Group] = &[Group {
             Is("3072"),
             "Longest document in tokens",
         ),
-        Flag::new(
-            "min-loss-tokens",
-            "N",
-            int(1, MANY),
-            Is("2"),
-            "Documents with fewer supervised tokens are skipped",
-        ),
-        Flag::new(
-            "last-turn-only",
-            "",
-            Kind::Switch,
-            Is(""),
-            "Supervise only the last assistant turn",
-        ),
-        Flag::new(
-            "raw-text",
-            "",
-            Kind::Switch,
-            Is(""),
-            "No chat template: rows hold a `text`, all of it supervised, or texts on lines of their own",
-        ),
+        MIN_LOSS_TOKENS,
+        LAST_TURN_ONLY,
+        RAW_TEXT,
         Flag::new(
             "rows",
             "N,N,…",
