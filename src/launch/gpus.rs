@@ -121,10 +121,16 @@ pub fn pick(wanted: Option<&[u32]>) -> Result<Vec<u32>, Vec<String>> {
             None => Ok(Vec::new()),
         };
     }
-    let problem = |&gpu: &u32| visible[gpu as usize].problem(gpu);
-    let problems: Vec<String> = chosen.iter().filter_map(problem).collect();
+    usable(chosen.iter().copied(), &visible)?;
+    Ok(chosen)
+}
+
+/// Whether every one of these visible GPUs can be used; else a line for each that cannot.
+fn usable(gpus: impl IntoIterator<Item = u32>, visible: &[Gpu]) -> Result<(), Vec<String>> {
+    let problem = |gpu: u32| visible[gpu as usize].problem(gpu);
+    let problems: Vec<String> = gpus.into_iter().filter_map(problem).collect();
     match problems.is_empty() {
-        true => Ok(chosen),
+        true => Ok(()),
         false => Err(problems),
     }
 }
@@ -173,15 +179,8 @@ pub fn choose(
             Device::Cpu { .. } => None,
         })
         .collect();
-    let problems: Vec<String> = used
-        .into_iter()
-        .filter_map(|gpu| visible[gpu as usize].problem(gpu))
-        .collect();
-    if problems.is_empty() {
-        Ok(places)
-    } else {
-        Err(problems)
-    }
+    usable(used, visible)?;
+    Ok(places)
 }
 
 /// Why a list names GPUs that are not there, if it does.

@@ -144,18 +144,22 @@ pub fn prepare(options: &Options, console: &Console) -> Result<Prepared, Refusal
             problems.push(problem);
         }
     }
-    if source.model.is_dir() {
-        match open_target(options, &source.model) {
-            Err(error) => problems.push(error.to_string()),
-            Ok(files) => problems.extend(sources::unsupported(&options.loss, files.config())),
-        }
+    let opened = source
+        .model
+        .is_dir()
+        .then(|| open_target(options, &source.model));
+    match &opened {
+        Some(Ok(files)) => problems.extend(sources::unsupported(&options.loss, files.config())),
+        Some(Err(error)) => problems.push(error.to_string()),
+        // The data's check has said so.
+        None => {}
     }
     if !problems.is_empty() {
         return Err(Refusal(problems));
     }
     let output = OutputDir::take(&path, existing)?;
 
-    let files = open_target(options, &source.model)?;
+    let files = opened.unwrap_or_else(|| open_target(options, &source.model))?;
     let target = files.config();
     let embedding_rows = target.vocab_size;
     let sets = requests
