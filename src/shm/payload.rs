@@ -312,13 +312,3 @@ impl Filling {
         }
     }
 }
-
-#[cfg(feature = "loom")]
-impl Filling {
-    /// Writes the cell that stands for the payload under loom.
-    pub fn write_probe(&mut self, value: u64) {
-        let probe = self.segment.memory().probe(self.slot as usize);
-        // SAFETY: loom checks that nothing else reaches the cell meanwhile.
-        probe.with_mut(|cell| unsafe { *cell = value });
-    }
-}

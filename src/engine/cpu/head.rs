@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 use super::Cpu;
 use super::memory::{Rows, RowsMut};
 use super::product::MatMut;
@@ -31,25 +33,43 @@ pub(super) fn top_k(
     for (ids, log_probs) in ids.chunks(ROWS).zip(log_probs.chunks(ROWS)) {
         let (first, ids, log_probs) = (ids.first, ids.rows, log_probs.rows);
         let rows = ids.rows;
-        let logits = &mut logits.as_mut_slice()[..rows * vocabulary];
-        let x = Rows {
-            data: hidden.from(first, 0),
-            rows,
-            ..hidden
-        };
-        cpu.product(
-            x.mat(),
-            lm_head.mat().t(),
-            MatMut::new(logits, rows, vocabulary, vocabulary),
-            false,
+        let logits = project(
+            cpu,
+            hidden,
+            first..first + rows,
+            lm_head,
+            logits.as_mut_slice(),
         );
-        let logits = &*logits;
         let tasks = ids.chunks(1).zip(log_probs.chunks(1));
         cpu.for_each(rows * vocabulary, tasks, |(mut ids, mut log_probs)| {
             let logits = &logits[ids.first * vocabulary..][..vocabulary];
             best(logits, ids.rows.row_mut(0), log_probs.rows.row_mut(0));
         });
     }
+}
+
+/// Logits of some rows of `hidden`, in `room`.
+fn project<'a>(
+    cpu: &Cpu,
+    hidden: Rows<'_>,
+    range: Range<usize>,
+    lm_head: Rows<'_>,
+    room: &'a mut [f32],
+) -> &'a [f32] {
+    let (rows, vocabulary) = (range.len(), lm_head.rows);
+    let logits = &mut room[..rows * vocabulary];
+    let x = Rows {
+        data: hidden.from(range.start, 0),
+        rows,
+        ..hidden
+    };
+    cpu.product(
+        x.mat(),
+        lm_head.mat().t(),
+        MatMut::new(logits, rows, vocabulary, vocabulary),
+        false,
+    );
+    logits
 }
 
 /// One token for each row: the most likely, or drawn.
@@ -69,19 +89,13 @@ pub(super) fn choose(
     let mut logits = cpu.scratch(ROWS.min(hidden.rows) * vocabulary);
     for (number, ids) in ids.chunks_mut(ROWS).enumerate() {
         let (first, rows) = (number * ROWS, ids.len());
-        let logits = &mut logits.as_mut_slice()[..rows * vocabulary];
-        let x = Rows {
-            data: hidden.from(first, 0),
-            rows,
-            ..hidden
-        };
-        cpu.product(
-            x.mat(),
-            lm_head.mat().t(),
-            MatMut::new(logits, rows, vocabulary, vocabulary),
-            false,
+        let logits = project(
+            cpu,
+            hidden,
+            first..first + rows,
+            lm_head,
+            logits.as_mut_slice(),
         );
-        let logits = &*logits;
         cpu.for_each(
             rows * vocabulary,
             ids.iter_mut().enumerate(),
