@@ -196,19 +196,6 @@ mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
     use crate::model::testing::Made;
-    use crate::model::{TargetFiles, TargetNeeds};
-
-    fn target(engine: &Cpu) -> Target<Cpu> {
-        let dir = tempfile::tempdir().unwrap();
-        Made::new(true, true).write(dir.path());
-        let files = TargetFiles::open(dir.path(), false).unwrap();
-        let needs = TargetNeeds {
-            capture: vec![],
-            final_hidden: true,
-            lm_head: true,
-        };
-        Target::load(engine, &files, needs).unwrap()
-    }
 
     fn options(sequences: usize, temperature: f32) -> GenerateOptions<'static> {
         GenerateOptions {
@@ -230,7 +217,7 @@ mod tests {
         questions: &[Question],
     ) -> (BTreeMap<u64, Answer>, Vec<u64>) {
         let engine = Cpu::new(1).unwrap();
-        let mut target = target(&engine);
+        let mut target = Made::target(&engine, true, &[]);
         let mut questions = questions.iter().cloned();
         let (mut found, mut order) = (BTreeMap::new(), Vec::new());
         generate(
@@ -306,7 +293,7 @@ mod tests {
         );
 
         let engine = Cpu::new(1).unwrap();
-        let mut target = target(&engine);
+        let mut target = Made::target(&engine, true, &[]);
         let mut asked = Some(Question {
             id: 0,
             prompt: vec![3; 40],
@@ -326,7 +313,7 @@ mod tests {
     #[test]
     fn an_answer_may_ask_for_more_or_stop() {
         let engine = Cpu::new(1).unwrap();
-        let mut target = target(&engine);
+        let mut target = Made::target(&engine, true, &[]);
         let asked = std::cell::RefCell::new(questions(1));
         let mut count = 0;
         generate(

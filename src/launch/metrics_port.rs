@@ -174,7 +174,8 @@ pub fn read_address(text: &str) -> Result<SocketAddr, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shm::{Dtype, Geometry, RunId};
+    use crate::shm::testing::geometry;
+    use crate::shm::{Geometry, RunId};
 
     #[test]
     fn ports_are_on_loopback_unless_told_otherwise() {
@@ -190,23 +191,8 @@ mod tests {
     #[test]
     fn it_answers_one_page_and_nothing_else() {
         let geometry = Geometry {
-            targets: 1,
-            drafters: 1,
-            slots: 6,
-            units: 9,
-            eval_units: 0,
-            slot_tokens: 16,
-            slot_documents: 2,
-            captured_width: 8,
-            hidden: 8,
-            final_hidden: false,
-            dtype: Dtype::F32,
-            batch_anchors: 8,
             units_per_step: 2,
-            reduce_floats: 8,
-            broadcast_bytes: 64,
-            check_payload: false,
-            first_step: 1,
+            ..geometry(1, 1, 6, 9)
         };
         let segment = Segment::create(&geometry, RunId::fresh()).unwrap();
         let server = MetricsServer::start(

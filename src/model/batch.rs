@@ -176,21 +176,7 @@ fn chains(lengths: impl Iterator<Item = usize>, words: usize) -> Vec<u64> {
 mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
-    use crate::model::target::TargetNeeds;
     use crate::model::testing::Made;
-    use crate::model::weights::TargetFiles;
-
-    fn target(engine: &Cpu, qwen3: bool) -> Target<Cpu> {
-        let dir = tempfile::tempdir().unwrap();
-        Made::new(qwen3, true).write(dir.path());
-        let files = TargetFiles::open(dir.path(), false).unwrap();
-        let needs = TargetNeeds {
-            capture: vec![],
-            final_hidden: true,
-            lm_head: true,
-        };
-        Target::load(engine, &files, needs).unwrap()
-    }
 
     /// The final hidden states of a whole prefill.
     fn prefill(engine: &Cpu, target: &mut Target<Cpu>, ids: &[u32]) -> Vec<f32> {
@@ -209,7 +195,7 @@ mod tests {
     fn sequences_in_company_have_the_bits_of_prefill() {
         let engine = Cpu::new(1).unwrap();
         for qwen3 in [false, true] {
-            let mut target = target(&engine, qwen3);
+            let mut target = Made::target(&engine, qwen3, &[]);
             let long: Vec<u32> = (0..90).map(|i| (i * i + 3) % 40).collect();
             let short: Vec<u32> = (0..12).map(|i| (i * 5 + 1) % 40).collect();
             let of_long = prefill(&engine, &mut target, &long);
@@ -245,7 +231,7 @@ mod tests {
     #[test]
     fn wrong_steps_are_refused() {
         let engine = Cpu::new(1).unwrap();
-        let mut target = target(&engine, false);
+        let mut target = Made::target(&engine, false, &[]);
         let mut decoder = BatchDecoder::new(&engine, &target, 2, 4).unwrap();
         for (parts, says) in [
             (vec![(0, &[1u32, 2, 3, 4, 5][..])], "5 new tokens exceed"),

@@ -229,21 +229,7 @@ fn lineage(new: usize, words: usize, shape: Shape<'_>) -> Result<(Vec<u64>, Vec<
 mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
-    use crate::model::target::TargetNeeds;
     use crate::model::testing::Made;
-    use crate::model::weights::TargetFiles;
-
-    fn target(engine: &Cpu, qwen3: bool) -> Target<Cpu> {
-        let dir = tempfile::tempdir().unwrap();
-        Made::new(qwen3, true).write(dir.path());
-        let files = TargetFiles::open(dir.path(), false).unwrap();
-        let needs = TargetNeeds {
-            capture: vec![0, 2],
-            final_hidden: true,
-            lm_head: true,
-        };
-        Target::load(engine, &files, needs).unwrap()
-    }
 
     /// Captured states and final hidden states of a whole prefill.
     fn prefill(engine: &Cpu, target: &mut Target<Cpu>, ids: &[u32]) -> (Vec<f32>, Vec<f32>) {
@@ -267,7 +253,7 @@ mod tests {
         let engine = Cpu::new(1).unwrap();
         let read = |view: HalfView<'_, Cpu>| engine.download_half(view).unwrap();
         for qwen3 in [false, true] {
-            let mut target = target(&engine, qwen3);
+            let mut target = Made::target(&engine, qwen3, &[0, 2]);
             let ids: Vec<u32> = (0..40).map(|i| (i * i + 3) % 40).collect();
             let (states, hidden) = prefill(&engine, &mut target, &ids);
             let mut decoder = TargetDecoder::new(&engine, &target, 64).unwrap();
@@ -321,7 +307,7 @@ mod tests {
     #[test]
     fn wrong_steps_are_refused() {
         let engine = Cpu::new(1).unwrap();
-        let mut target = target(&engine, false);
+        let mut target = Made::target(&engine, false, &[0, 2]);
         let mut decoder = TargetDecoder::new(&engine, &target, 4).unwrap();
         let refused = |result: Result<(), ModelError>, says: &str| {
             let error = result.unwrap_err().to_string();

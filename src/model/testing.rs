@@ -7,6 +7,9 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
+use super::{Target, TargetFiles, TargetNeeds};
+use crate::engine::Engine;
+
 /// A random model: the config, and each tensor's shape and values.
 pub(crate) struct Made {
     pub config: Value,
@@ -56,6 +59,19 @@ impl Made {
             }
         }
         made
+    }
+
+    /// A loaded one with tied embeddings that captures these layers and the final hidden state, and has a head.
+    pub(crate) fn target<E: Engine>(engine: &E, qwen3: bool, capture: &[usize]) -> Target<E> {
+        let dir = tempfile::tempdir().unwrap();
+        Self::new(qwen3, true).write(dir.path());
+        let files = TargetFiles::open(dir.path(), false).unwrap();
+        let needs = TargetNeeds {
+            capture: capture.to_vec(),
+            final_hidden: true,
+            lm_head: true,
+        };
+        Target::load(engine, &files, needs).unwrap()
     }
 
     /// Adds a tensor of noise; norms are around 1.

@@ -149,7 +149,7 @@ mod snapshot;
 mod step;
 mod target;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 mod wake;
 mod words;
 

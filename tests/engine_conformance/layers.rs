@@ -1,6 +1,6 @@
 //! Linear layers, norms, rotary embedding, gated activations and sums.
 
-use slipstream::engine::{Engine, Rotary};
+use slipstream::engine::{Engine, EngineError, HalfMut, HalfView, Rotary};
 
 use crate::support::{Matrix, Random, Wide, close, float, indices, random, read_float, rounded};
 
@@ -242,16 +242,21 @@ pub fn swiglu_and_its_gradient<E: Engine>(engine: &E) {
         close::<E>("swiglu", &y.read(engine), &want_y);
         close::<E>("swiglu gradient", &d.read(engine), &want_d);
     }
-    // Far ends: silu(−1000) is 0, silu(1000) is 1000.
+    far_ends(engine, E::swiglu);
+}
+
+/// A gated activation of −1000 is 0 and of 1000 is 1000.
+fn far_ends<E: Engine>(
+    engine: &E,
+    activate: impl Fn(&E, HalfView<'_, E>, HalfMut<'_, E>) -> Result<(), EngineError>,
+) {
     let ends = Matrix {
         rows: 1,
         cols: 4,
         data: vec![-1000.0, 1000.0, 1.0, 1.0],
     };
     let mut y = Wide::<E>::output(engine, 1, 2);
-    engine
-        .swiglu(Wide::new(engine, &ends).view(), y.view_mut())
-        .unwrap();
+    activate(engine, Wide::new(engine, &ends).view(), y.view_mut()).unwrap();
     let ends = y.read(engine).data;
     assert!(ends[0].abs() < 1e-30 && ends[1] == 1000.0, "{ends:?}");
 }
@@ -272,18 +277,7 @@ pub fn geglu<E: Engine>(engine: &E) {
         }
         close::<E>("geglu", &y.read(engine), &want);
     }
-    // Far ends: gelu(−1000) is 0, gelu(1000) is 1000.
-    let ends = Matrix {
-        rows: 1,
-        cols: 4,
-        data: vec![-1000.0, 1000.0, 1.0, 1.0],
-    };
-    let mut y = Wide::<E>::output(engine, 1, 2);
-    engine
-        .geglu(Wide::new(engine, &ends).view(), y.view_mut())
-        .unwrap();
-    let ends = y.read(engine).data;
-    assert!(ends[0].abs() < 1e-30 && ends[1] == 1000.0, "{ends:?}");
+    far_ends(engine, E::geglu);
 }
 
 pub fn matrices_are_scaled_added_and_scattered<E: Engine>(engine: &E) {

@@ -410,25 +410,7 @@ mod tests {
     use crate::shm::{RunId, Segment};
 
     fn view(change: impl FnOnce(&mut crate::monitor::look::Look)) -> View {
-        let geometry = crate::shm::Geometry {
-            targets: 2,
-            drafters: 2,
-            slots: 13,
-            units: 100,
-            eval_units: 0,
-            slot_tokens: 16,
-            slot_documents: 2,
-            captured_width: 8,
-            hidden: 8,
-            final_hidden: false,
-            dtype: crate::shm::Dtype::F32,
-            batch_anchors: 8,
-            units_per_step: 2,
-            reduce_floats: 8,
-            broadcast_bytes: 64,
-            check_payload: false,
-            first_step: 1,
-        };
+        let geometry = crate::shm::testing::geometry(2, 2, 13, 100);
         let segment = Segment::create(&geometry, RunId::fresh()).expect("a segment");
         let mut look = look();
         change(&mut look);
